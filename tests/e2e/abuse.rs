@@ -1,4 +1,4 @@
-//! What a pod may try, or what others may do to it, that its neighbours must not feel: another pod's address, flows without end, churn.
+//! What a pod may try, or others may do to it, without effect on its neighbours: another pod's address, endless flows, churn.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ fn a_pod_cannot_use_another_pods_address() {
         let server = lab.server("server1").clone();
         wait_in_force(&victim, &server, &[10])?;
         wait_in_force(&attacker, &server, &[10])?;
-        // A connection of the victim's, of which the attacker knows the ports.
+        // A connection of the victim's whose ports the attacker knows.
         let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
         for family in Family::BOTH {
             let options = TcpOptions { source_port: 41_000, ..TcpOptions::default() };
@@ -43,7 +43,7 @@ fn a_pod_cannot_use_another_pods_address() {
             let forged = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == server.ips.at(family, 9));
             assert_eq!(capture.finish()?.count(forged), 0, "{family:?}");
         }
-        // The address is free again when its pod is gone and another one has it.
+        // The address can be used again when its pod is gone and another one has it.
         let ips = victim.ips;
         lab.remove_pod("victim")?;
         let heir = lab.add_pod(PodSpec::new("heir", "worker1").label("app", "web").ips(ips))?;
@@ -91,17 +91,17 @@ fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
 }
 
 /// docs/failures.md: churn, inbound-flood. Two pods open connections to thousands of servers, which end at once and would fill the flow table
-/// several times; a third one is asked for as many by the outside. None of them is refused one, and their neighbour, whose connections
-/// have been silent all the time, keeps these and opens new ones.
+/// several times; the outside opens as many to a third one. None of them is refused, and their neighbour keeps its connections, which were
+/// silent all the time, and opens new ones.
 #[test]
 fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing() {
     lab::require_root!();
-    /// Three quarters of them are a pod's share.
+    /// Three quarters of them are a pod's quota.
     const FLOWS: u64 = 4_096;
     const SERVERS: u16 = 25_000;
     const SILENT: usize = 200;
     const PORT: u16 = 9006;
-    /// Connections a second that are wanted: together as many as two cores can do, more or less.
+    /// Requested connections per second: together about as many as two cores can do.
     const ASKED: u32 = 3_000;
     const CRAWLED: u32 = 1_500;
     let rate = |per_second: u32, total: u64| ConnectRate {
@@ -151,8 +151,8 @@ fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing()
             assert_eq!(drops(lab, "worker1")?, dropped, "{family:?}");
             // A busy machine loses a packet now and then.
             let (opened, repeated) = (reports[3].opened, syns_repeated(&neighbor.ns)? - repeated);
-            assert!(repeated * 100 < opened, "{family:?}: {repeated} of the neighbour's {opened} SYNs were sent twice");
-            // The table was full, and would have been by what the outside opened.
+            assert!(repeated * 100 < opened, "{family:?}: the neighbour retransmitted {repeated} of {opened} SYNs");
+            // The table was full, and what the outside opened would have filled it, too.
             assert!(count("flows_reclaimed")? > reclaimed + FLOWS, "{family:?}");
             assert!(count("flows_untouched")? > untouched + FLOWS, "{family:?}");
         }

@@ -1,4 +1,4 @@
-//! Egress and ExternalIPPool: manifests that work with Antrea work as they are, and the plural fields work, too.
+//! Egress and ExternalIPPool: manifests that work with Antrea work unchanged, and the plural fields work, too.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -29,7 +29,7 @@ fn of_app(name: &str, app: &str, rest: &str) -> String {
     object("Egress", name, &format!("  appliedTo:\n    podSelector:\n      matchLabels:\n        app: {app}\n{rest}"))
 }
 
-/// The status of an object, as the store has it.
+/// The status of an object, as in the store.
 fn status(lab: &Lab, kind: &str, name: &str) -> Result<Value> {
     let text = lab.manifests().written(&format!("status/{kind}"), name).context("no record yet")?;
     let record: Value = serde_saphyr::from_str(&text)?;
@@ -75,10 +75,10 @@ fn an_egress_gets_an_address_of_its_pool_and_its_status_says_which_and_where() {
         assert_eq!((condition(&served, "IPAllocated"), condition(&served, "Ready")), (Some("True"), Some("True")));
         wait_sources(&web.ns, &server, V4, &[ip])?;
         wait_sources(&both.ns, &server, V4, &["192.0.2.40".parse()?])?;
-        // Its pool is IPv4: IPv6 is none of its business, as with Antrea.
+        // Its pool is IPv4: it does not apply to IPv6, as with Antrea.
         wait_sources(&web.ns, &server, Family::V6, &[lab.node("worker1").underlay.ip(Family::V6)])?;
         wait_sources(&none.ns, &server, V4, &[lab.node("worker1").underlay.ip(V4)])?;
-        // 14 of 16 can be given out; of a /31 none.
+        // 14 of 16 can be assigned; none of a /31.
         let usage = |total: u64, used: u64| {
             move |status: &Value| status["usage"]["total"] == total && status["usage"]["used"] == used
         };
@@ -121,7 +121,8 @@ fn an_address_alone_is_found_on_whatever_node_has_it_and_followed() {
         for node in ["gw2", "gw3"] {
             lab.node(node).ns.ip(&[format!("addr add {own}/24 dev ext0")])?;
             wait_owner(lab, own, |owner| owner == node)?;
-            // The server still has the neighbour entry of the last node: a person who moves an address announces it.
+            // The server still has the neighbour entry of the last node: an administrator who moves an address
+            // announces it.
             server.ns.ip(&["neigh flush all".to_owned()])?;
             wait_sources(&pod.ns, &server, V4, &[own])?;
             let slots = wait_status(lab, "Egress", "egress-web", |status| status["egressNode"] == node)?;

@@ -12,14 +12,15 @@ use lab::{Family, Lab, Pod, PodSpec, Server};
 use crate::spread::wait_all_used;
 use crate::support::{WEB, at, counter, gateways_where, named, policy, pool, start, wait_counter, wait_in_force};
 
-/// Bits per second of Ethernet frames. What is measured here are the IP packets in them, one per cent less.
+/// Bits per second of Ethernet frames. The tests measure the IP packets in them, one per cent less.
 const RATE: f64 = 80e6;
 /// A limit of [`RATE`] that lets 10 ms of it pass at once.
 const LIMIT: &str = "\n  bandwidth: {rate: 80M, burst: 800k}";
-/// Headers of a TCP segment: IPv4, TCP, and its timestamps, which the segment size that the kernel tells does not include.
+/// Headers of a TCP segment: IPv4, TCP, and its timestamps, which the kernel's segment size does not include.
 const HEADERS: u64 = 20 + 20 + 12;
 
-/// Transfers for about five seconds in eight streams at once, shared by the pods; the bits per second in packets.
+/// Transfers for about five seconds in eight streams at once, shared by the pods. Returns the bits per second in
+/// packets.
 fn eight_streams(pods: &[Pod], server: &Server, direction: Direction) -> Result<f64> {
     let _listening = BulkServer::start(&server.ns, &server.ips.both(5001))?;
     let bytes = (RATE / 8.0 * 5.0 / 8.0) as u64;
@@ -43,7 +44,7 @@ struct Flood {
     received: u64,
 }
 
-/// Sends datagrams of so many flows in turn, as fast as the kernel takes them.
+/// Sends datagrams of this many flows in turn, as fast as the kernel accepts them.
 fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
     const WINDOW: Duration = Duration::from_secs(5);
     const SIZE: usize = 1300;
@@ -57,7 +58,7 @@ fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
         let sender = scope.spawn(|| {
             let mut sent = 0;
             for source in sources.iter().cycle().take_while(|_| !stop.load(Ordering::Relaxed)) {
-                // A full buffer is what a flood is about.
+                // A flood is expected to fill the buffer.
                 sent += u64::from(source.send_to(&[0x5a; SIZE], target).is_ok());
             }
             sent
@@ -77,7 +78,7 @@ fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
         stop.store(true, Ordering::Relaxed);
         let sent = sender.join().expect("no panic");
         let (rate, mut received) = received?;
-        // What was under way.
+        // What was in flight.
         while sink.recv(&mut buffer).is_ok() {
             received += 1;
         }
@@ -115,14 +116,16 @@ fn eight_streams_reach_the_rate_and_a_flood_no_more() {
         let flood = flood(&pods[0], &server, 1)?;
         let flooded = share(flood.rate);
         assert!((0.95..=1.0).contains(&flooded), "UDP: {:.1} % of the rate", flooded * 100.0);
-        // All that the limit held up was counted; the queues of the lab's links may lose some of a flood before it.
+        // Everything that the limit dropped was counted; the queues of the lab's links may lose some of a flood before
+        // that.
         let (dropped, missing) = (counter(lab, "gw1", "drop_bandwidth")? - before, flood.sent - flood.received);
         assert!(
             dropped <= missing && dropped * 100 >= missing * 95,
             "{missing} of {} datagrams are missing, {dropped} were counted",
             flood.sent
         );
-        // The limit is the egress IP's: pods of another one are not held up, and without limits there is no shaper.
+        // The limit is the egress IP's: it does not slow down pods of another one, and without limits there is no
+        // shaper.
         limited(lab, "")?;
         lab::wait_for("the shaper is gone", crate::support::PATIENCE, || {
             Ok(lab.node("gw1").ns.ifindex("spillway-bw0").is_err())
@@ -178,7 +181,7 @@ fn a_spread_egress_ip_keeps_its_rate_in_sum() {
         let gateways: Vec<String> = lab.gateways().map(|node| node.name.clone()).collect();
         let dropped = || gateways.iter().map(|node| counter(lab, node, "drop_bandwidth")).collect::<Result<Vec<_>>>();
         let before = dropped()?;
-        // Each carrier has flows of so many.
+        // With this many flows, each carrier has some.
         let flooded = share(flood(&pod, &server, 64)?.rate);
         assert!((0.95..=1.0).contains(&flooded), "UDP: {:.1} % of the rate", flooded * 100.0);
         let after = dropped()?;

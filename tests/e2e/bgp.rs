@@ -16,7 +16,7 @@ use crate::support::{PATIENCE, WEB, counter, policy, sources, start_with};
 /// What an administrator writes, with the addresses of `gw1`.
 const FRR: &str = include_str!("../../docs/bgp/frr.conf");
 const BIRD: &str = include_str!("../../docs/bgp/bird.conf");
-/// An egress IP of no network that anybody is in.
+/// An egress IP outside all networks of the lab.
 const EGRESS: [&str; 2] = ["203.0.113.40", "2001:db8:71::40"];
 const POOL: &str = "apiVersion: spillway.io/v1beta1
 kind: EgressIPPool
@@ -26,7 +26,7 @@ spec:
   nodeSelector: {matchLabels: {egress: \"true\"}}
   announce: Route
 ";
-/// The longest pause of a datagram's answer when a gateway dies, several times what a quiet machine shows, and when it returns.
+/// The longest pause of a datagram's answer when a gateway dies, several times that of a quiet machine; and when it returns.
 const LONGEST: Duration = Duration::from_secs(2);
 const SHORTLY: Duration = Duration::from_millis(500);
 /// The server behind the spine.
@@ -188,7 +188,7 @@ fn one_egress_ip_is_routed_to_four_gateways_and_survives_the_death_of_one() {
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         let fabric = Fabric::start(lab)?;
         start_with(lab, &StartOptions::new())?;
-        // FRR's `ip import-table` knows IPv4 only.
+        // FRR's `ip import-table` supports only IPv4.
         fabric.wait_next_hops(lab, [4, 2])?;
         let server = fabric.server.clone();
         for family in Family::BOTH {
@@ -241,7 +241,7 @@ fn one_egress_ip_is_routed_to_four_gateways_and_survives_the_death_of_one() {
             go_on()?;
             judge(&format!("{victim} returns"), SHORTLY);
         }
-        // Who is told to stop withdraws its route first.
+        // A gateway that is asked to stop withdraws its route first.
         lab.agent("gw4").terminate()?;
         fabric.wait_next_hops(lab, [3, 1])?;
         questions.iter().try_for_each(|one| one.wait("answers", PATIENCE, |_| true).map(drop))?;

@@ -1,4 +1,4 @@
-//! One egress IP, several gateways: the next carrier takes over by itself, whatever dies and whoever is away.
+//! One egress IP, several gateways: the next carrier takes over by itself, whatever dies and whatever is unreachable.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -11,10 +11,10 @@ use lab::{Capture, Family, Lab, Packet, PodSpec, Segment, StartOptions, Trace, w
 use crate::support::{PATIENCE, WEB, announces, egress, policy, pool, start_with, wait_in_force, wait_owner};
 
 const HOSTS: [u8; 2] = [40, 41];
-/// The longest pause of a datagram's answer when a gateway fails: several times what a quiet machine shows (docs/performance.md), and
+/// The longest pause of a datagram's answer when a gateway fails: several times that of a quiet machine (docs/performance.md), and
 /// less than anything that waits for a lease or for the control plane.
 const LONGEST: Duration = Duration::from_secs(2);
-/// How often a gateway reminds the outside of its egress IPs, and in how long others find it dead and have announced themselves.
+/// How often a gateway reannounces its egress IPs, and how soon others find it dead and have announced themselves.
 const REMIND: Duration = Duration::from_secs(10);
 const DETECTION: Duration = Duration::from_millis(230);
 /// Leases, and so deadlines, that a test can wait for.
@@ -25,17 +25,17 @@ fn ips() -> Vec<IpAddr> {
     Family::BOTH.iter().flat_map(|family| egress(*family, &HOSTS)).collect()
 }
 
-/// The nodes that answer for `address`, as their agents' maps say.
+/// The nodes that answer for `address`, according to their agents' maps.
 fn answering(lab: &Lab, address: IpAddr) -> Result<BTreeSet<String>> {
     let gateways = lab.gateways().filter(|node| announces(lab, &node.name, address).unwrap_or(false));
     Ok(gateways.map(|node| node.name.clone()).collect())
 }
 
-/// The load, and what is asked of it.
+/// The load, and the checks on it.
 struct Load(Mixed);
 
 impl Load {
-    /// Waits until all goes on, prints the longest pauses for people who read the test's output, and measures anew.
+    /// Waits until everything continues, prints the longest pauses in the test's output, and measures anew.
     fn judge(&self, what: &str) -> Result<()> {
         self.0.wait_progress(PATIENCE)?;
         let Pauses { datagrams, streams } = self.0.pauses();
@@ -45,10 +45,10 @@ impl Load {
         Ok(())
     }
 
-    /// Each datagram was answered, and no SYN was sent twice since `syns` were counted.
+    /// Each datagram was answered, and no SYN was retransmitted since `syns` were counted.
     fn lost_nothing(&self, syns: u64) -> Result<()> {
         self.0.all_answered().context("datagrams were lost")?;
-        ensure!(self.0.syns_repeated()? == syns, "SYNs were sent twice");
+        ensure!(self.0.syns_repeated()? == syns, "SYNs were retransmitted");
         Ok(())
     }
 
@@ -109,7 +109,7 @@ fn wait_back(lab: &Lab, victim: &str) -> Result<()> {
     wait_until("it has its egress IPs again", PATIENCE, || answering(lab, ips()[0]), |nodes| *nodes == only).map(drop)
 }
 
-/// The controller is killed, and no node reaches the store any more.
+/// Kills the controller, and cuts every node off from the store.
 fn behead(lab: &mut Lab, load: &Load) -> Result<Vec<String>> {
     let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
     lab.controller("controller").kill()?;
@@ -118,8 +118,8 @@ fn behead(lab: &mut Lab, load: &Load) -> Result<Vec<String>> {
     Ok(nodes)
 }
 
-/// Waits until a gateway is about to remind the outside of its egress IPs, as it does every ten seconds; what it has just taken over it claims
-/// each second at first.
+/// Waits until a gateway is about to reannounce its egress IPs, as it does every ten seconds; those that it has just
+/// taken over it announces every second at first.
 fn wait_reminder(lab: &Lab, gateway: &str) -> Result<()> {
     let (ip, mac) = (ips()[0], lab.node(gateway).external_mac());
     let capture = Capture::start(&lab.server("server1").ns, "eth0")?;
@@ -133,7 +133,7 @@ fn wait_reminder(lab: &Lab, gateway: &str) -> Result<()> {
 }
 
 /// A gateway's underlay dies and comes back, then its uplink. A gateway that is cut off finds all others dead; it claims nothing of theirs,
-/// and nothing any more that another one has taken over.
+/// and nothing that another one has taken over.
 fn links_die(lab: &Lab, load: &Load, victim: &str) -> Result<()> {
     let mac = lab.node(victim).external_mac();
     for segment in [Segment::Underlay, Segment::External] {
@@ -173,7 +173,7 @@ fn links_die(lab: &Lab, load: &Load, victim: &str) -> Result<()> {
     Ok(())
 }
 
-/// How many connections the pod of this capture was made to open again: behind a reset that ends nothing comes their next SYN.
+/// How many connections the pod of this capture was made to reopen: a reset that ends nothing is followed by their next SYN.
 fn opened_again(trace: &Trace) -> Result<usize> {
     let mut resets: BTreeSet<(SocketAddr, SocketAddr)> = BTreeSet::new();
     let mut again = 0;
@@ -202,17 +202,17 @@ fn headless_a_gateway_dies_while_controller_and_store_are_away() {
         load.judge("the power fails")?;
         for capture in captures {
             let look = || opened_again(&capture.so_far());
-            let again = wait_until("connections are opened again", PATIENCE, look, |again| *again > 0)?;
+            let again = wait_until("connections are reopened", PATIENCE, look, |again| *again > 0)?;
             eprintln!("{again} connections of a pod were opened again");
         }
-        // The control plane comes back to what has happened without it.
+        // The control plane comes back to what has changed without it.
         nodes.iter().filter(|node| *node != victim).try_for_each(|node| lab.heal_store(node))?;
         let moved: Vec<BTreeSet<String>> = ips().into_iter().map(|ip| answering(lab, ip)).collect::<Result<_>>()?;
         lab.start_controller("again", &StartOptions::new())?;
         for (ip, answered) in ips().into_iter().zip(moved) {
             let now = wait_owner(lab, ip, |node| node != victim)?;
             assert!(answered.contains(&now), "{ip} is moved twice: {answered:?}, then {now}");
-            // The maps of the dead are still there.
+            // The maps of dead nodes still exist.
             let living = || Ok(answering(lab, ip)?.into_iter().filter(|node| node != victim).collect::<Vec<_>>());
             wait_until("one gateway answers", PATIENCE, living, |nodes| *nodes == [now.clone()])?;
         }
@@ -236,7 +236,7 @@ fn a_gateway_that_loses_a_link_or_its_power_is_replaced_at_once_and_comes_back()
     });
 }
 
-/// The kernel of a gateway goes on without its agent until the deadline. Then others answer, and what still comes to it is forwarded.
+/// The kernel of a gateway continues without its agent until the deadline. Then others answer, and it forwards what still arrives.
 #[test]
 fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_or_without() {
     lab::require_root!();
@@ -249,7 +249,7 @@ fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_o
                 behead(lab, load)?;
             }
             let judge = |what| load.judge(&format!("control plane {plane}: {what}"));
-            // An agent does not start without its directory; it loses it again.
+            // An agent does not start without its directory, so it gets it back and loses it again.
             let start = |lab: &mut Lab| -> Result<()> {
                 lab.start_agent(victim, &options)?;
                 let runs = || Ok(!lab.egressctl(victim, &["state"])?["agent"].is_null());
@@ -267,7 +267,7 @@ fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_o
             judge("others take over from a frozen agent")?;
             lab.agent(victim).thaw()?;
             wait_back(lab, victim)?;
-            judge("the agent goes on")?;
+            judge("the agent continues")?;
 
             lab.agent(victim).kill()?;
             wait_taken(lab, victim)?;
@@ -280,7 +280,8 @@ fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_o
     });
 }
 
-/// `systemd` stops a node's pods by SIGTERM, and then the node. That is planned maintenance: nothing is lost, and no SYN is sent twice.
+/// `systemd` stops a node's pods by SIGTERM, and then the node. That is planned maintenance: nothing is lost, and no SYN is
+/// retransmitted.
 #[test]
 fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
     lab::require_root!();

@@ -1,4 +1,4 @@
-//! CiliumEgressGatewayPolicy: manifests that work with Cilium work as they are, and what Cilium refuses in silence is told.
+//! CiliumEgressGatewayPolicy: manifests that work with Cilium work unchanged, and what Cilium silently rejects is reported.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -35,7 +35,7 @@ fn wait_v4(pod: &Pod, server: &Server, expected: IpAddr) -> Result<()> {
     wait_sources(&pod.ns, server, Family::V4, &[expected])
 }
 
-/// What `egressctl policies` says of a policy.
+/// What `egressctl policies` reports of a policy.
 fn told(lab: &Lab, node: &str, policy: &str) -> Result<Value> {
     let list = lab.egressctl(node, &["policies"])?;
     let row = list["items"].as_array().and_then(|rows| rows.iter().find(|row| row["name"] == policy));
@@ -73,7 +73,7 @@ fn a_manifest_of_ciliums_documentation_works_as_it_is() {
         lab.manifests()
             .write("cegp", &cegp("egress-sample", &format!("{EMPIRE}  egressGateway:\n    {by_interface}")))?;
         wait_v4(&pod, &near, first)?;
-        // The list comes before the single one.
+        // The list has precedence over the single one.
         let list = format!("  egressGateways:\n  - nodeSelector: {{matchLabels: {{{}}}}}\n", named("gw2"));
         lab.manifests()
             .write("cegp", &cegp("egress-sample", &format!("{EMPIRE}  egressGateway:\n    {by_interface}\n{list}")))?;
@@ -121,14 +121,14 @@ fn pods_are_assigned_in_turn_and_then_stay() {
         let in_turn: BTreeMap<String, IpAddr> =
             (0..6).map(|number| (format!("default/bot-{number}"), ips[number % 3])).collect();
         assignments(lab, Family::V4, &[10, 11, 12], |found| *found == in_turn)?;
-        // The first pod goes, another one comes: Cilium's round-robin would move everybody.
+        // The first pod is removed and another one added: Cilium's round-robin would move all pods.
         lab.remove_pod("bot-0")?;
         mediabot(lab, "bot-9", "default", "worker1")?;
         let mut expected = in_turn.clone();
         expected.remove("default/bot-0");
         expected.insert("default/bot-9".into(), ips[0]);
         assignments(lab, Family::V4, &[10, 11, 12], |found| *found == expected)?;
-        // A gateway comes: only as many pods move as it takes.
+        // A gateway is added: no more pods move than it takes.
         lab.manifests().write("cegp", &gateways(&[12, 13, 10, 11]))?;
         let moved = assignments(lab, Family::V4, &[10, 11, 12, 13], |found| {
             found.len() == 6 && found.values().any(|ip| *ip == egress(Family::V4, &[13])[0])
@@ -143,7 +143,7 @@ fn policies_that_cilium_ignores_silently_are_reported_and_disturb_nobody() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let address = egress(Family::V4, &[50])[0];
-        // Not every node: a worker may be the first that is ready, and its network has no way back to this address.
+        // Not every node: a worker may be the first that is ready, and its network has no route back to this address.
         let nodes = "nodeSelector: {matchLabels: {egress: \"true\"}}";
         let gateway = format!("  egressGateway: {{{nodes}, egressIP: {address}}}\n");
         let refused = [
@@ -187,7 +187,7 @@ fn policies_that_cilium_ignores_silently_are_reported_and_disturb_nobody() {
             wait_until(&what, PATIENCE, || told(lab, "worker1", &format!("cegp/{name}")), good)?;
         }
         let no_address = |row: &Value| row["ready"] == "False (NoAddress)";
-        wait_until("the other family is told", PATIENCE, || told(lab, "worker1", "cegp/family"), no_address)?;
+        wait_until("the other family is reported", PATIENCE, || told(lab, "worker1", "cegp/family"), no_address)?;
         let log = lab.controller("controller").log();
         for (name, _, why) in &refused {
             let event = |line: &&str| line.contains(&format!("policy cegp/{name}")) && line.contains(why);

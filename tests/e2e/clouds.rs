@@ -1,4 +1,5 @@
-//! Networks without ARP: nothing is announced or answered, and who has which address is told for a cloud to act on.
+//! Networks without ARP: nothing is announced or answered, and the node of each address is reported for a cloud to act
+//! on.
 
 use anyhow::Result;
 use lab::{Capture, Family, Lab, PodSpec, StartOptions};
@@ -37,7 +38,7 @@ fn without_announcements_a_cloud_learns_from_objects_and_events_who_has_what() {
         }
         assign(lab, "gw1")?;
         wait_in_force(&pod, &server, &[10])?;
-        // The node changes: status, label and event say so, and the cloud follows.
+        // The node changes: status, label and event report it, and the cloud follows.
         lab.relabel_node("gw2", &[("kubernetes.io/hostname", "gw2"), ("egress", "true")])?;
         lab.relabel_node("gw1", &[("kubernetes.io/hostname", "gw1")])?;
         for ip in ips {

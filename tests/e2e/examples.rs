@@ -1,5 +1,5 @@
-//! The examples that Spillway ships, in both families: what their comments say. (On a real cluster, which has IPv4 only, they
-//! are tested as well.)
+//! The examples that Spillway ships do what their comments say, in both families. (They are also tested on a real cluster,
+//! which has only IPv4.)
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -52,7 +52,7 @@ fn the_examples_do_what_they_say_in_both_families() {
         let plain = sources(&mail.ns, &usual, Family::V6, 8)?;
         let ours = egress(Family::V6, &(10..=40).collect::<Vec<_>>());
         ensure!(!plain.is_empty() && plain.keys().all(|ip| !ours.contains(ip)), "{plain:?}");
-        // ledger: one address a pod, in turn, which changes only when it must.
+        // ledger: one address per pod, in turn, which changes only when it must.
         let of_ledger = |lab: &Lab, good: fn(&Dealt) -> bool| -> Result<[Dealt; 2]> {
             let of = |family| assignments_of("ledger", lab, family, &[20, 21, 22], good);
             Ok([of(Family::V4)?, of(Family::V6)?])

@@ -1,4 +1,4 @@
-//! The exit: what a CNI that routes by itself brings there, and what must not leave a node, whoever made it.
+//! The exit: what a CNI that routes by itself sends there, and what must not leave a node, whoever made it.
 
 use std::net::SocketAddr;
 
@@ -15,7 +15,7 @@ use crate::support::{
     web_pod_with,
 };
 
-/// VXLAN network identifiers, as `egress_common::abi` has them.
+/// VXLAN network identifiers, as in `egress_common::abi`.
 const FORWARD: u32 = 0x53_50_01;
 const REPLY: u32 = 0x53_50_02;
 const TUNNEL_PORT: u16 = 8473;
@@ -39,7 +39,7 @@ fn bare(cni: Cni) -> Builder {
     Lab::builder().workers(1).gateways(1).cni(cni).masquerade(false)
 }
 
-/// Nothing but the egress IPs has reached the server.
+/// Checks that the server has seen only the egress IPs as sources.
 fn no_strangers(capture: &Capture, server: &Server) -> Result<()> {
     let trace = capture.so_far();
     for family in Family::BOTH {
@@ -49,7 +49,7 @@ fn no_strangers(capture: &Capture, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// What a CNI does that routes in eBPF: a program at the pod's interface sends every IP packet on by itself.
+/// Acts like a CNI that routes in eBPF: a program at the pod's interface forwards every IP packet by itself.
 fn route(lab: &Lab, pod: &Pod, means: Means, position: ChainPosition) -> Result<Hooked> {
     let node = lab.node(&pod.node);
     let uplink = node.ns.ifindex(node.uplink())?;
@@ -72,7 +72,7 @@ fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
                 assert_eq!(seen, [(egress(family, &[10])[0], 20)].into(), "{means:?} {cni:?}");
                 let clients = TcpClients::establish(&pod.ns, server.ips.at(family, 8080), 5, TcpOptions::default())?;
                 clients.wait_progress(10, PATIENCE)?;
-                // Fragments take the host's path also in a flow that is confirmed.
+                // Fragments take the host-stack path even in a confirmed flow.
                 let options = UdpOptions { size: 4000, ..UdpOptions::default() };
                 let large = UdpClients::start(&pod.ns, server.ips.at(family, 8053), 3, options)?;
                 large.wait("large answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
@@ -83,7 +83,7 @@ fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
     }
 }
 
-/// docs/failures.md: ebpf-cni, before our program is first again: nobody has looked at these packets.
+/// docs/failures.md: ebpf-cni, before our program is first again: nothing has inspected these packets.
 #[test]
 fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
     lab::require_root!();
@@ -94,7 +94,7 @@ fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
                 let _listens = UdpServer::start(&server.ns, &server.ips.both(8053))?;
                 let flows = UdpClients::start(&pod.ns, server.ips.at(family, 8053), 3, UdpOptions::default())?;
                 flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
-                // The agent puts its program first again within a second; it is put behind as often as it takes.
+                // The agent puts its program first again within a second; the test displaces it as often as it takes.
                 wait_until(
                     "packets that no program has seen are dropped",
                     PATIENCE,
@@ -128,7 +128,7 @@ fn ebpf_cni_that_denies_holds() {
                 assert_eq!(sources(&pod.ns, server, family, 5)?, Default::default());
                 assert_eq!(counter(lab, &pod.node, "firewall_passed")?, passed);
                 assert!(counter(lab, &pod.node, "firewall_asked")? >= asked + 5);
-                // As with every stateful firewall: what is established goes on.
+                // As with every stateful firewall: established connections continue.
                 before.wait_progress(5, PATIENCE)?;
                 drop(denies);
                 wait_in_force(pod, server, &[10])?;
@@ -149,7 +149,7 @@ fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
             let masquerade = HookAction::Masquerade(pod.ips.v4, node.underlay.v4);
             let _masquerades = hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, ChainPosition::Last)?;
             wait_in_force(pod, server, &[10])?;
-            // Before ours, for as long as it is: then the packet is of no flow any more.
+            // In front of ours, as long as it stays there: then the packet no longer matches its flow.
             let before = counter(lab, &pod.node, "drop_not_asked")?;
             wait_until(
                 "a first packet that is masqueraded already is dropped",
@@ -191,7 +191,7 @@ fn forward_sees_the_real_output_interface() {
     });
 }
 
-/// A node without a default route is a reason to have gateways. FORWARD is passed there as well.
+/// A node without a default route is a reason to have gateways. Packets pass FORWARD there as well.
 #[test]
 fn a_node_without_a_default_route_sends_by_the_tunnel_device() {
     lab::require_root!();
@@ -214,7 +214,7 @@ fn a_node_without_a_default_route_sends_by_the_tunnel_device() {
     });
 }
 
-/// Sends packets of sockets on a node that must not leave it: the counter that counts them, and nothing arrives.
+/// Sends packets from sockets on a node that must not leave it, and checks that they are counted under `counted`.
 fn refused(lab: &Lab, node: &str, counted: &str, what: &str, send: impl Fn() -> Result<()>) -> Result<()> {
     let before = counter(lab, node, counted)?;
     send()?;
@@ -237,7 +237,7 @@ fn forged_source_of_a_host_socket_does_not_leave() {
                     let send = || send_packet(ns, protocol, at(ip, 5000), target);
                     refused(lab, node, "drop_forged", &format!("{protocol:?} as {ip}"), send)?;
                 }
-                // Its own address it may use, and traffic of its own is as before.
+                // It may use its own address, and its own traffic is unaffected.
                 let own = lab.node(node).underlay.ip(family);
                 send_packet(ns, Protocol::Udp, at(own, 5001), target)?;
                 wait_for("the node's own packet", PATIENCE, || {
@@ -251,7 +251,7 @@ fn forged_source_of_a_host_socket_does_not_leave() {
     });
 }
 
-/// docs/failures.md: forged-encap, for sockets of the host and of pods with hostNetwork: none is needed that may forge addresses.
+/// docs/failures.md: forged-encap, for sockets of the host and of pods with hostNetwork: they need no right to forge addresses.
 #[test]
 fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
     lab::require_root!();
@@ -290,7 +290,7 @@ fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
     });
 }
 
-/// Pods that no policy selects, and the node itself, are as without Spillway.
+/// Pods that no policy selects, and the node itself, behave as without Spillway.
 #[test]
 fn unselected_pods_and_the_node_itself_are_not_limited() {
     lab::require_root!();
@@ -304,7 +304,7 @@ fn unselected_pods_and_the_node_itself_are_not_limited() {
             let own = node.masquerade().ip(family);
             assert_eq!(sources(&plain.ns, &server, family, 10)?, [(own, 10)].into());
             assert_eq!(sources(&node.ns, &server, family, 10)?, [(own, 10)].into());
-            // Nobody masquerades it.
+            // Nothing masquerades it.
             let address = routed.ips.ip(family);
             assert_eq!(sources(&routed.ns, &server, family, 10)?, [(address, 10)].into());
         }

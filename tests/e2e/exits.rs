@@ -1,5 +1,5 @@
-//! Where egress IPs come from and which way packets leave: floating, the node's own, an interface's, a pool's; through
-//! another gateway or straight from the pod's own node.
+//! Where egress IPs come from and where packets leave: floating, the node's own, an interface's, a pool's; through
+//! another gateway or directly from the pod's own node.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -49,7 +49,7 @@ fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
             for family in Family::BOTH {
                 let own = BTreeSet::from([lab.node("gw1").external_mac()]);
                 assert_eq!(senders(&here, &server, family, egress(family, &[10])[0])?, own);
-                // All protocols take the local way, too.
+                // All protocols take the local path, too.
                 let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
                 let flows = UdpClients::start(
                     &here.ns,
@@ -66,7 +66,7 @@ fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
                     [egress(Family::V4, &[10]), egress(Family::V6, &[10])].concat().contains(&ip.source)
                 })
             };
-            assert_eq!(tunnelled.finish()?.count(own), 0, "what leaves locally needs no tunnel");
+            assert_eq!(tunnelled.finish()?.count(own), 0, "local exits need no tunnel");
             for family in Family::BOTH {
                 let other = BTreeSet::from([lab.node("gw2").external_mac()]);
                 assert_eq!(senders(&there, &server, family, egress(family, &[11])[0])?, other);
@@ -85,7 +85,8 @@ fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_i
         let own = Family::BOTH.map(|family| egress(family, &[50])[0]);
         gateway.ns.ip(&[format!("addr add {}/24 dev ext0", own[0]), format!("addr add {}/64 dev ext0", own[1])])?;
         gateway.ns.wait_addressed(&["ext0"])?;
-        // What the node's own connections may use, and what its administrator keeps, lies among the first blocks.
+        // The ports for the node's own connections, and those that its administrator reserves, are among the first
+        // blocks.
         gateway.ns.sysctls(&[
             ("net.ipv4.ip_local_port_range", "2048 4095"),
             ("net.ipv4.ip_local_reserved_ports", "5000-5005,5500"),
@@ -103,7 +104,7 @@ fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_i
             assert!(listening.connections().len() >= 20);
             assert_eq!(sources(&gateway.ns, &server, family, 20)?.values().sum::<usize>(), 20);
             assert_eq!(ping(&server.ns, own, &Ping::default())?.replies.len(), 1);
-            // Ports of flows keep clear of what the kernel gives to the node's own sockets, whose connections may end only now.
+            // Ports of flows avoid those that the kernel assigns to the node's own sockets, whose connections may end only now.
             let capture = Capture::start(&server.ns, "eth0")?;
             sources(&pod.ns, &server, family, 200)?;
             let trace = capture.finish()?;
@@ -145,7 +146,7 @@ fn ports_in_use(lab: &Lab, egress: IpAddr) -> Result<BTreeSet<u16>> {
     flows["items"].as_array().context("a list of flows")?.iter().map(|row| port(row).context("a port")).collect()
 }
 
-/// A datagram socket that waits for a short time only.
+/// A datagram socket with a short receive timeout.
 fn datagrams(ns: &lab::NetNs, address: SocketAddr) -> Result<UdpSocket> {
     ns.run(|| {
         let socket = UdpSocket::bind(address)?;
@@ -201,11 +202,11 @@ fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
             let asker = pass(&client, translated, &listener, "question")?;
             assert_eq!(pass(&listener, asker, &client, "answer")?, translated);
             assert_eq!(pass(&outside, translated, &inside, "back")?, server.ips.at(family, 9200));
-            // The node's own requests, whatever block their identifiers lie in.
+            // The node's own requests, whatever block their identifiers are in.
             let ping = Ping { identifier: port, ..Ping::default() };
             assert_eq!(lab::traffic::ping(&gateway.ns, server.ips.ip(family), &ping)?.replies.len(), 1);
 
-            // No flow gets a port of these blocks any more, and those that are there go on.
+            // No new flow gets a port of these blocks, and existing ones continue.
             let block = |port: u16| (port / 64 * 64, port / 64 * 64 + 63);
             let taken = [block(port), block(translated.port())];
             let meets =
@@ -228,20 +229,21 @@ fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
             );
             assert_eq!(pass(&outside, translated, &inside, "again")?, server.ips.at(family, 9200));
 
-            // A block that no flow uses is given back.
+            // A block that no flow uses is returned.
             let used = ports_in_use(lab, own)?;
             let leased = leased_ports(lab, "worker1", own)?;
             let mut blocks = leased.iter().flat_map(|(first, last)| (*first..*last).step_by(64)).map(block);
             let idle = blocks.find(|block| used.range(block.0..=block.1).next().is_none()).context("an idle block")?;
             let _listener = TcpServer::start(&gateway.ns, &[at(own, idle.0 + 1)], ServerMode::Echo)?;
             let returned = |ranges: &Vec<(u16, u16)>| !ranges.is_empty() && !meets(ranges, idle);
-            lab::wait_until("the block is given back", PATIENCE, || leased_ports(lab, "gw2", own), returned)?;
+            lab::wait_until("the block is returned", PATIENCE, || leased_ports(lab, "gw2", own), returned)?;
         }
         Ok(())
     });
 }
 
-/// Gives what `pod` sends to these ports of servers one of `ports` of `address`, as a CNI's masquerading may do.
+/// Translates what `pod` sends to these ports of servers to one of `ports` of `address`, as a CNI's masquerading may
+/// do.
 fn masquerade(gateway: &lab::NetNs, pod: &Pod, family: Family, to: &str, address: IpAddr, ports: &str) -> Result<()> {
     let (ip, name, address) = match address {
         IpAddr::V4(address) => ("ip", "masquerades4", address.to_string()),
@@ -260,7 +262,8 @@ fn masquerade(gateway: &lab::NetNs, pod: &Pod, family: Family, to: &str, address
     ))
 }
 
-/// A lab in which `web` on worker1 leaves by gw1 with that node's own address, and no policy selects `plain` on gw1.
+/// A lab in which `web` on worker1 leaves through gw1 with that node's own address, and no policy selects `plain` on
+/// gw1.
 fn with_own_address(lab: &mut Lab) -> Result<(Pod, Pod, Server)> {
     let entry =
         format!("{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}, interface: ext0}}]", named("gw1"));
@@ -322,9 +325,9 @@ fn masq_ports_nobody_takes_a_flows_replies_by_masquerading() {
             streams.wait_progress(50, PATIENCE)?;
             let reports = streams.connections();
             assert!(reports.iter().all(lab::traffic::ConnectionReport::intact), "{reports:?}");
-            assert_eq!(capture.count(|packet| stolen(packet) && packet.is_reset()), 0, "in the name of the flow");
+            assert_eq!(capture.count(|packet| stolen(packet) && packet.is_reset()), 0, "a reset as from the flow");
 
-            // Datagrams, when connection tracking has forgotten at once what the thief has sent.
+            // Datagrams, if conntrack forgets at once what the thief has sent.
             let (inside, outside) =
                 (datagrams(&pod.ns, any.parse()?)?, datagrams(&server.ns, server.ips.at(family, 9200))?);
             let translated = pass(&inside, server.ips.at(family, 9200), &outside, "there")?;
@@ -355,7 +358,7 @@ fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there
         wait_in_force(&pod, &server, &[101])?;
         lab.manifests().write("web", &policy("web", &entry("", "gw2")))?;
         wait_in_force(&pod, &server, &[102])?;
-        // The underlay's interface has the address, and another one is the way to the server.
+        // The underlay's interface has the address, and another one leads to the server.
         lab.manifests().write("web", &policy("web", &entry(", interface: eth0", "gw1")))?;
         let gateway = lab.node("gw1").clone();
         for family in Family::BOTH {
@@ -372,7 +375,7 @@ fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there
             ))?;
             let elsewhere = |seen: &BTreeSet<[u8; 6]>| !seen.is_empty() && !seen.contains(&gateway.external_mac());
             lab::wait_until(
-                "packets leave by the router",
+                "packets leave through the router",
                 PATIENCE,
                 || senders(&pod, &server, family, own),
                 elsewhere,
@@ -383,7 +386,7 @@ fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there
     });
 }
 
-/// Next hops are kept for a moment; a change of routes is followed by flows that never pause.
+/// Next hops are cached for a moment; flows that never pause follow a change of routes.
 #[test]
 fn route_changes_at_a_gateway_are_followed_by_flows_that_go_on() {
     lab::require_root!();
@@ -407,14 +410,14 @@ fn route_changes_at_a_gateway_are_followed_by_flows_that_go_on() {
                 Ok(capture.take().filter(ours).packets().iter().map(|packet| packet.source_mac).collect())
             };
             let straight = BTreeSet::from([gateway.external_mac()]);
-            lab::wait_until("packets come straight from the gateway", PATIENCE, ways, |seen| *seen == straight)?;
+            lab::wait_until("packets come directly from the gateway", PATIENCE, ways, |seen| *seen == straight)?;
             let (target, router) = (target.ip(), lab::address::external(1).ip(family));
             let route =
                 |what| gateway.ns.sh(&format!("ip {flag} route {what} {target}/{length} via {router} dev ext0"));
             route("add")?;
-            lab::wait_until("packets come by the router", PATIENCE, ways, |seen| seen.is_disjoint(&straight))?;
+            lab::wait_until("packets come through the router", PATIENCE, ways, |seen| seen.is_disjoint(&straight))?;
             route("del")?;
-            lab::wait_until("packets come straight again", PATIENCE, ways, |seen| *seen == straight)?;
+            lab::wait_until("packets come directly again", PATIENCE, ways, |seen| *seen == straight)?;
             drop(flows);
         }
         Ok(())
@@ -444,14 +447,14 @@ fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
                 let sets: Vec<_> = egress(family, &[40, 41, 42]).into_iter().map(each).collect::<Result<_>>()?;
                 Ok(sets.into_iter().flatten().collect())
             };
-            lab::wait_until("each address at a gateway of its own", PATIENCE, macs, |macs| *macs == all_macs)?;
+            lab::wait_until("each address at its own gateway", PATIENCE, macs, |macs| *macs == all_macs)?;
         }
-        // Another policy wants one address in particular; what the first one has, it keeps.
+        // Another policy asks for one particular address; the first one keeps what it has.
         let ips = format!("egressIPs: [\"{}\", \"{}\"]", egress(Family::V4, &[45])[0], egress(Family::V6, &[45])[0]);
         lab.manifests().write("api", &request("api", "api", &format!("{{name: public, count: 2, {ips}}}")))?;
         wait_in_force(&api, &server, &[43, 45])?;
         wait_in_force(&pod, &server, &[40, 41, 42])?;
-        // What is given back serves others.
+        // What is returned serves others.
         lab.manifests().write("web", &request("web", "web", "{name: public, count: 1}"))?;
         let remaining =
             |family| -> Result<BTreeSet<IpAddr>> { Ok(sources(&pod.ns, &server, family, 20)?.into_keys().collect()) };

@@ -1,4 +1,4 @@
-//! What collectors are told of who had which ports.
+//! What is exported to collectors about who had which ports.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
@@ -13,11 +13,11 @@ use serde_json::Value;
 
 use crate::support::{CALM, PATIENCE, web_pod_with};
 
-/// Where lines of JSON are taken.
+/// Where lines of JSON are received.
 const LINES: &str = "127.0.0.1:5170";
 const METRICS: &str = "127.0.0.1:9473";
 
-/// Takes lines until the tests end.
+/// Receives lines until the tests end.
 fn take_lines(ns: &NetNs) -> Result<Arc<Mutex<Vec<Value>>>> {
     let listener = ns.run(|| Ok(TcpListener::bind(LINES)?))?;
     let lines = Arc::new(Mutex::new(Vec::new()));
@@ -51,7 +51,7 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
         }
         let both = |flows: &BTreeMap<u64, SocketAddr>| flows.len() == 2;
         let flows = wait_until("the server sees both flows", PATIENCE, || Ok(streams.source_of_flow()), both)?;
-        // As lines: all that is known of it.
+        // As lines: everything that is known of it.
         let of_flow = |event: &str, seen: &SocketAddr| {
             let lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
             let is_it = |line: &&Value| line["event"] == event && line["egress_port"] == seen.port();
@@ -61,7 +61,7 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
             wait_until("a beginning", PATIENCE, || Ok(of_flow("flow_began", seen)), Value::is_object)?;
         }
         drop(clients);
-        // Nothing of a pod that is gone waits for its time.
+        // The flows of a removed pod do not wait for their timeout.
         lab.remove_pod("default/web")?;
 
         for seen in flows.values() {
@@ -86,7 +86,7 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
             };
             ensure!(lines.iter().any(|line| holds(&line)), "nobody was granted {seen}: {lines:?}");
 
-            // As nfdump prints it. This version knows no translated addresses of IPv6.
+            // As nfdump prints it. This version does not support translated IPv6 addresses.
             let (began, ended) = if family == Family::V4 { ("4", "5") } else { ("1", "2") };
             let port = seen.port().to_string();
             let record = |records: &[Value], event: &str| {

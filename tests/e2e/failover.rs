@@ -1,5 +1,5 @@
-//! Gateways die, freeze, are cut off and come back: established connections go on, new flows go elsewhere, and at any
-//! time at most one gateway answers for an egress IP.
+//! Gateways die, freeze, are cut off and come back: established connections continue, new flows go elsewhere, and at
+//! any time at most one gateway answers for an egress IP.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -28,7 +28,7 @@ fn wait_moved(lab: &Lab, hosts: &[u8], dead: &str) -> Result<()> {
     all_of(hosts).into_iter().try_for_each(|ip| wait_owner(lab, ip, |node| node != dead).map(drop))
 }
 
-/// Fails if anything came to `server` from other addresses than the egress IPs, or any reset went over the wire.
+/// Fails if anything came to `server` from other addresses than the egress IPs, or any reset was sent.
 fn check_trace(trace: &Trace, server: &Server, hosts: &[u8]) {
     for family in Family::BOTH {
         let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, hosts));
@@ -68,7 +68,7 @@ fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
         for clients in busy.iter().chain(&silent) {
             clients.wait_progress(3, PATIENCE)?;
         }
-        // These say nothing from here on, in either direction.
+        // These are silent from here on, in both directions.
         silent.iter().for_each(|clients| clients.set_sending(false));
         quiet_ones.set_sending(false);
         let is_quiet = |all: &[ConnectionReport]| all.iter().all(|one| one.last_arrival.elapsed() > QUIET);
@@ -80,11 +80,11 @@ fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
         let dead = wait_owner(lab, egress(Family::V4, &[10])[0], |_| true)?;
         let on_it = carried(lab, &dead, &HOSTS);
         let peers: BTreeSet<IpAddr> = streams.connections().iter().map(|one| one.peer.ip()).collect();
-        assert!(on_it.iter().any(|ip| peers.contains(ip)), "no connection leaves through {dead}");
+        assert!(on_it.iter().any(|ip| peers.contains(ip)), "a connection leaves through {dead}");
         lab.kill_node(&dead)?;
         wait_moved(lab, &HOSTS, &dead)?;
 
-        // The outside speaks first on what was silent.
+        // The outside sends first on connections that were silent.
         quiet_ones.set_sending(true);
         for clients in &silent {
             clients.wait_progress(3, PATIENCE)?;
@@ -192,7 +192,7 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
     });
 }
 
-/// A gateway that still lives gives its egress IPs to others, and gets them back: no new connection waits for a second SYN.
+/// A live gateway hands its egress IPs to others, and gets them back: no new connection waits for a second SYN.
 #[test]
 fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
     lab::require_root!();
@@ -206,7 +206,7 @@ fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
         wait_in_force(&pod, &server, &HOSTS)?;
         wait_for("gw1 carries its share", PATIENCE, || Ok(carried(lab, "gw1", &HOSTS).len() == 2))?;
         let _echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
-        // A SYN that is lost is sent again after a second: too late.
+        // A lost SYN is retransmitted after a second: too late.
         let rate = ConnectRate { per_second: 200, timeout: Duration::from_millis(900), ..ConnectRate::default() };
         let rates = Family::BOTH.map(|family| rate.start(&pod.ns, server.ips.at(family, 81)));
         let rates = rates.into_iter().collect::<Result<Vec<_>>>()?;
@@ -244,7 +244,7 @@ fn mac_text(mac: [u8; 6]) -> String {
 fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
     lab::require_root!();
     const HOSTS: [u8; 1] = [40];
-    /// Every ten seconds an owner announces itself in any case.
+    /// An owner announces itself every ten seconds in any case.
     const BEFORE_REMINDERS: Duration = Duration::from_secs(8);
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 40, None))?;
@@ -256,7 +256,7 @@ fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
         for ip in all_of(&HOSTS) {
             let old = wait_owner(lab, ip, |_| true)?;
             let new = if old == "gw1" { "gw2" } else { "gw1" };
-            // The server believes in the old owner and does not ask again.
+            // The server has the old owner in its neighbour table and does not ask again.
             let (from, to) = (lab.node(&old).external_mac(), lab.node(new).external_mac());
             server.ns.sh(&format!("ip neigh replace {ip} lladdr {} dev eth0 nud reachable", mac_text(from)))?;
             let capture = Capture::start(&server.ns, "eth0")?;
@@ -292,7 +292,7 @@ fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
         let capture = Capture::start(&server.ns, "eth0")?;
         wait_for(&format!("an answer for {address} in round {round}"), PATIENCE, || {
             server.ns.sh(&format!("ip neigh del {address} dev eth0 2>/dev/null || true"))?;
-            // Any packet makes the kernel ask.
+            // Any packet makes the kernel resolve the address.
             let any: std::net::SocketAddr = if address.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
             server.ns.run(|| Ok(std::net::UdpSocket::bind(any)?.send_to(b"x", (address, 9))?))?;
             let asked = Instant::now();
@@ -321,7 +321,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
         wait_in_force(&pod, &server, &HOSTS)?;
         let mac_of = |lab: &Lab, node: &str| lab.node(node).external_mac();
 
-        // Frozen: everything of the node goes on but its agent.
+        // Frozen: everything on the node continues but its agent.
         let frozen = wait_owner(lab, egress(Family::V4, &[40])[0], |_| true)?;
         let lost = carried(lab, &frozen, &HOSTS);
         for ip in &lost {
@@ -358,7 +358,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
     });
 }
 
-/// docs/failures.md: stack-answers. Nothing answers in an egress IP's name but the pods.
+/// docs/failures.md: stack-answers. Nothing but the pods answers with an egress IP.
 #[test]
 fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
     lab::require_root!();
@@ -370,11 +370,11 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
         wait_in_force(&pod, &server, &[10, 11])?;
         let capture = Capture::start(&server.ns, "eth0")?;
         for ip in all_of(&[10, 11]) {
-            // In nobody's block, in somebody's without a flow, and to ports below all blocks.
+            // To ports in a free block, in a leased one without a flow, and below all blocks.
             for port in [22, 1024, 30_000, 65_535] {
                 let options = TcpOptions { connect_timeout: Duration::from_millis(400), ..TcpOptions::once() };
                 let clients = TcpClients::open(&server.ns, (ip, port).into(), 1, options)?;
-                let ended = clients.wait("the end of trying", PATIENCE, |all| {
+                let ended = clients.wait("the end of all attempts", PATIENCE, |all| {
                     all.iter().all(|one| matches!(one.state, lab::traffic::ConnectionState::Failed(_)))
                 })?;
                 let expected = lab::traffic::ConnectionState::Failed("not established in time".to_owned());
@@ -396,7 +396,7 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
             !packet.outgoing && packet.ip().is_some_and(|ip| all_of(&[10, 11]).contains(&ip.source) && answers(ip))
         });
         assert_eq!(from_them.packets(), []);
-        // No stack passes them on either: it would have to ask where the address is.
+        // No stack forwards them either: it would have to resolve the address.
         let ips = all_of(&[10, 11]);
         let questions = trace.filter(|packet| match &packet.content {
             _ if packet.outgoing => false,
@@ -413,7 +413,7 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
     });
 }
 
-/// With the controller dead everything goes on; a gateway's agent that is restarted goes on as the owner.
+/// With the controller dead everything continues; a gateway's restarted agent continues as the owner.
 #[test]
 fn traffic_continues_while_the_controller_is_dead() {
     lab::require_root!();
@@ -442,7 +442,7 @@ fn traffic_continues_while_the_controller_is_dead() {
         for family in Family::BOTH {
             assert!(trace.strangers_towards(server.ips.ip(family), &egress(family, &[10, 11])).is_empty());
         }
-        // Another controller goes on where the first one stopped.
+        // Another controller continues where the first one stopped.
         lab.start_controller("controller2", &StartOptions::new())?;
         lab.manifests().write("web", &web(&[10, 12]))?;
         wait_in_force(&pod, &server, &[10, 12])

@@ -1,4 +1,4 @@
-//! The host's firewall: what it forbids does not leave, and nothing of what hosts do to packets changes a source address.
+//! The host's firewall: what it forbids does not leave, and nothing that hosts do to packets changes a source address.
 
 use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
@@ -6,7 +6,7 @@ use lab::{Capture, Cni, Family, Lab, NetNs, Pod, PodSpec, Server};
 
 use crate::support::{PATIENCE, counter, egress, forbid, sources, start, wait_in_force, wait_owner, web};
 
-/// Whose rules a firewall is made of.
+/// The tool that makes a firewall's rules.
 #[derive(Clone, Copy, Debug)]
 enum Tool {
     Nft,
@@ -17,7 +17,7 @@ impl Tool {
     /// Both, for loops.
     const BOTH: [Tool; 2] = [Tool::Nft, Tool::Iptables];
 
-    /// Forbids what `pod` sends to `server` to be forwarded.
+    /// Forbids forwarding what `pod` sends to `server`.
     fn forbid(self, ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
         match self {
             Tool::Nft => forbid(ns, pod, server),
@@ -25,7 +25,7 @@ impl Tool {
         }
     }
 
-    /// Takes [`Tool::forbid`] back.
+    /// Reverts [`Tool::forbid`].
     fn permit(self, ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
         match self {
             Tool::Nft => ns.nft("delete table inet denied"),
@@ -42,8 +42,8 @@ fn each_iptables(pod: &Pod, server: &Server, action: &str) -> String {
     )
 }
 
-/// New flows of a pod are blocked while a rule forbids them, those that were there go on, and what was tried meanwhile gets
-/// through once the rule is gone.
+/// Checks that new flows of a pod are blocked while a rule forbids them, that existing ones continue, and that flows tried
+/// meanwhile pass once the rule is gone.
 fn is_respected(lab: &Lab, pod: &Pod, tool: Tool) -> Result<()> {
     let (server, ns) = (lab.server("server1").clone(), lab.node(&pod.node).ns.clone());
     let count = |name: &str| counter(lab, &pod.node, name);

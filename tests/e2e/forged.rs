@@ -1,4 +1,4 @@
-//! Who speaks for somebody else: forged sources, forged tunnels, forged errors, and what the outside has never said.
+//! Spoofing: forged sources, forged tunnels, forged errors, and answers to what the outside has never sent.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
@@ -17,14 +17,14 @@ use crate::support::{
     PATIENCE, at, counter, egress, forbid, sources, wait_bypass, wait_counter, wait_grown, wait_in_force, web_pod,
 };
 
-/// A port of a socket that a flow of the pod has at a server.
+/// The translated address and port that a flow of the pod has at a server.
 fn translated_port(pod: &Pod, server: &Server, udp: &UdpServer, family: Family) -> Result<SocketAddr> {
     let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 1, UdpOptions::once())?;
     let id = flows.wait("a reply", PATIENCE, |all| all[0].received == 1)?[0].id;
     udp.flows()[&id].peers.first().copied().context("a peer")
 }
 
-/// Sends a datagram of a pod to an address of the server: who the server sees as its sender.
+/// Sends a datagram of a pod to an address of the server. Returns the sender that the server sees.
 fn ask(pod: &Pod, own: SocketAddr, server: &Server, target: SocketAddr) -> Result<SocketAddr> {
     let listening = server.ns.run(|| Ok(UdpSocket::bind(target)?))?;
     listening.set_read_timeout(Some(PATIENCE))?;
@@ -32,7 +32,7 @@ fn ask(pod: &Pod, own: SocketAddr, server: &Server, target: SocketAddr) -> Resul
     Ok(listening.recv_from(&mut [0; 64]).context("the question")?.1)
 }
 
-/// docs/failures.md: forged-encap. The node makes itself the sender of what its pods send to other nodes.
+/// docs/failures.md: forged-encap. The node masquerades what its pods send to other nodes.
 #[test]
 fn forged_encap_no_pod_reaches_a_tunnel() {
     lab::require_root!();
@@ -78,7 +78,7 @@ fn forged_encap_holds_without_a_program_at_the_pods_interface() {
     Lab::builder().workers(1).gateways(1).masquerade_underlay(true).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
         let leased = Family::BOTH.map(|family| leased_port(lab, family));
-        // No program for what appears now.
+        // New interfaces get no program now.
         lab.agent("worker1").freeze()?;
         let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;
         for (family, port) in Family::BOTH.into_iter().zip(leased) {
@@ -114,7 +114,7 @@ fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
         ];
         for family in Family::BOTH {
             let out = server.ips.at(family, 4242);
-            // Agents have seen the attackers' interfaces, and know whose the other pods' addresses are.
+            // Agents have seen the attackers' interfaces, and know the owners of the other pods' addresses.
             for (attacker, pod) in attackers.iter().flat_map(|attacker| remote.iter().map(move |pod| (attacker, pod))) {
                 let before = counter(lab, &attacker.node, "drop_spoofed")?;
                 wait_for("an attacker is seen", PATIENCE, || {
@@ -136,7 +136,7 @@ fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
                 }
             }
             assert_eq!((capture.count(forged), at_server.count(forged)), (0, 0), "{family:?}");
-            // The control: with its own address a pod that no policy selects gets there.
+            // The control: with its own address, a pod that no policy selects gets through.
             send_packet(&attackers[1].ns, Protocol::Udp, attackers[1].ips.at(family, 1024), out)?;
             at_server.wait_for("the pod's own address", PATIENCE, forged)?;
         }
@@ -160,7 +160,7 @@ fn vlan_tag_no_tagged_frame_of_a_pod_goes_anywhere() {
                 ask(&pod, pod.ips.at(family, 40_053), &server, target)?;
                 let capture = Capture::start(&server.ns, "eth0")?;
                 let datagram = |p: &lab::Packet| !p.outgoing && p.ports().is_some_and(|(_, to)| to == target);
-                // A tag that is for the priority only is one as well.
+                // A tag with only a priority counts as well.
                 for vlan in [0, 7] {
                     let before = counter(lab, "worker1", "drop_vlan_tag")?;
                     send_tagged(&pod.ns, "eth0", hop, vlan, pod.ips.at(family, 40_053), target)?;
@@ -209,7 +209,7 @@ fn forged_error_is_no_channel_past_the_firewall() {
                 send_packet(&pod.ns, Protocol::Udp, own, target)?;
                 let pending = || of_flow(lab, &pod, family, 40_054);
                 let known = wait_until("a flow that waits", PATIENCE, pending, Option::is_some)?.context("a flow")?;
-                // What the pod has to say, and what the server could say if it had learnt of the flow.
+                // The pod's errors, and what the server could send if it had learnt of the flow.
                 let before = counter(lab, "worker1", "drop_not_confirmed")?;
                 for _ in 0..3 {
                     send_error(&pod.ns, own.ip(), target.ip(), (target, own))?;
@@ -222,7 +222,7 @@ fn forged_error_is_no_channel_past_the_firewall() {
                 assert_eq!(at_pod.count(|p| is_from(p, target.ip())), 0, "{family:?}");
             }
             lab.node("worker1").ns.nft("delete table inet denied")?;
-            // The firewall lets the same flow pass: so it does with what is said about it.
+            // The firewall lets the same flow pass, and so also packets about it.
             for family in Family::BOTH {
                 let (own, target) = (pod.ips.at(family, 40_054), server.ips.at(family, 54));
                 let capture = Capture::start(&server.ns, "eth0")?;
@@ -241,7 +241,7 @@ fn forged_error_is_no_channel_past_the_firewall() {
     }
 }
 
-/// docs/failures.md: forged-error. On a bridge nobody knows which port a pod is behind; its flow does.
+/// docs/failures.md: forged-error. On a bridge, only the flow tells which port a pod is behind.
 #[test]
 fn forged_error_about_another_pods_flow_is_dropped() {
     lab::require_root!();
@@ -287,14 +287,14 @@ fn inbound_poison_what_another_pod_says_is_not_said_by_the_outside() {
     }
 }
 
-/// docs/failures.md: syn-ack. A raw SYN+ACK takes nothing out of the policy, unless what it answers may have come in unseen.
+/// docs/failures.md: syn-ack. A raw SYN+ACK exempts nothing from the policy, unless what it answers may have come in unseen.
 #[test]
 fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
     lab::require_root!();
     // Segments of no connection would keep the pod's address, whatever the rules for masquerading.
     Lab::builder().workers(1).gateways(1).masquerade(false).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
-        // Selected from its start: what one sends on that was there first might be older than the policy.
+        // Selected from its start: connections of an older pod might be older than the policy.
         let pod = lab.add_pod(PodSpec::new("attacker", "worker1").label("app", "web"))?;
         wait_in_force(&pod, &server, &[10])?;
         let node = lab.node("worker1").ns.clone();
@@ -319,7 +319,7 @@ fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
             Ok(())
         };
         dropped(8080)?;
-        // The control, and what SECURITY.md says of nodes with such programs: one that could have brought the SYN in.
+        // The control, and the case in SECURITY.md of nodes with such programs: one that could have brought the SYN in.
         let stranger = hook_xdp(&node, "eth0")?;
         wait_bypass(lab, "worker1", true)?;
         let at_server = Capture::start(&server.ns, "eth0")?;
@@ -335,8 +335,8 @@ fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
     });
 }
 
-/// docs/failures.md: forged-close. Which of two resets behind data in flight is the server's own says the pod: it answers the question about a
-/// connection that it has with an ACK, and about one that it has no more with a reset.
+/// docs/failures.md: forged-close. The pod decides which of two resets after data in flight is the server's own: it answers the challenge
+/// about a connection that it still has with an ACK, and about one that it no longer has with a reset.
 #[test]
 fn forged_close_a_reset_behind_data_in_flight_counts_if_the_pod_has_taken_it() {
     lab::require_root!();

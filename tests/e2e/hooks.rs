@@ -1,5 +1,5 @@
-//! Other software at the hooks: programs before ours, programs that take ours off, packets that come by ways of their own;
-//! and a tunnel's port that is somebody's.
+//! Other software at the hooks: programs before ours, programs that detach ours, packets that take other paths; and a
+//! tunnel port that is taken.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -23,7 +23,7 @@ fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
             let node = lab.node("worker1").ns.clone();
             let first =
                 |interface: &str, side, action| hook_by(means, &node, interface, side, action, ChainPosition::First);
-            // One is there before the agent is.
+            // One is attached before the agent starts.
             let _earlier = first(&pod.host_interface, Side::Ingress, HookAction::End)?;
             start_with(lab, &attaching(means))?;
             let server = lab.server("server1").clone();
@@ -64,13 +64,13 @@ fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
     });
 }
 
-/// docs/failures.md: inbound-unseen. What comes in is put into the pod past its interface's egress hook.
+/// docs/failures.md: inbound-unseen. Incoming packets are put into the pod past its interface's egress hook.
 #[test]
 fn inbound_unseen_connections_of_the_outside_are_left_alone() {
     lab::require_root!();
-    // The node's connection tracking does not see the one direction either, and would masquerade the other.
+    // The node's conntrack does not see the one direction either, and would masquerade the other.
     Lab::builder().workers(1).gateways(1).masquerade(false).run(|lab| {
-        // With `Keep`, connections of a pod that was there first might be older than the policy, and are left alone anyway.
+        // With `Keep`, connections of an older pod might be older than the policy, and are left alone anyway.
         lab.manifests().write("web", &(web(&[10]) + "  existingConnections: Drop\n"))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         // It stands for an outside host whose packets something on the node redirects into the pod.
@@ -80,7 +80,7 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
         let node = lab.node("worker1").ns.clone();
         let addresses: [IpAddr; 2] = ["198.51.100.77".parse()?, "2001:db8:51::77".parse()?];
         for (address, bits) in addresses.into_iter().zip([32, 128]) {
-            // An IPv6 address must not be under test when a route names it.
+            // An IPv6 address must not be tentative when a route names it.
             let at_once = if bits == 128 { "nodad" } else { "" };
             outside.ns.ip(&[format!("addr add {address}/{bits} dev eth0 {at_once}")])?;
             node.ip(&[format!("route add {address}/{bits} dev {}", outside.host_interface)])?;
@@ -90,7 +90,8 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
              ip -6 route change default via fe80::ecee:eeff:feee:eeee dev eth0 src {}",
             addresses[0], addresses[1]
         ))?;
-        // Neighbours that cannot ask each other any more, since everything that the one sends is redirected.
+        // Static neighbour entries: they cannot resolve each other, since everything that one of them sends is
+        // redirected.
         let link = outside.ns.sh("ip -o link show eth0")?;
         let mac = link.split_whitespace().skip_while(|word| *word != "link/ether").nth(1).context("a MAC address")?;
         outside.ns.sh("ip neigh replace 169.254.1.1 lladdr ee:ee:ee:ee:ee:ee dev eth0 nud permanent

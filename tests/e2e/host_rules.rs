@@ -7,7 +7,7 @@ use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, addres
 
 use crate::support::{PATIENCE, calm, egress, fixed, knows, start_with, wait_in_force, wait_owner, web};
 
-/// The bit of the mark by which a node without a default route leads first packets to the tunnel device, as `egress_common::abi` has it.
+/// The bit of the mark by which a node without a default route routes first packets to the tunnel device, as in `egress_common::abi`.
 const MARK: u32 = 0x1000;
 
 /// A lab whose nodes have these nftables rules before the agents start; on it one pod of each kind of CNI on a worker, and one
@@ -57,7 +57,8 @@ fn flows_with(
     });
 }
 
-/// docs/failures.md: rp-filter. By the tunnel device, replies come in by another interface than their way back leads to.
+/// docs/failures.md: rp-filter. With the tunnel device, replies arrive at another interface than the one of the route
+/// back.
 #[test]
 fn rp_filter_strict_everywhere_drops_nothing() {
     lab::require_root!();
@@ -66,7 +67,7 @@ fn rp_filter_strict_everywhere_drops_nothing() {
     flows_with(Lab::builder().rp_filter(1), &device, "", |_, _| Ok(()));
 }
 
-/// docs/failures.md: masquerade. Unconditional, also for the tunnel's outer packets.
+/// docs/failures.md: masquerade. Unconditional, even for the tunnel's outer packets.
 #[test]
 fn masquerade_of_everything_changes_no_source() {
     lab::require_root!();
@@ -78,14 +79,14 @@ fn masquerade_of_everything_changes_no_source() {
     flows_under(Lab::builder(), rules, |_, _| Ok(()));
 }
 
-/// Rules that drop at every hook what connection tracking calls invalid.
+/// Rules that drop what conntrack calls invalid at every hook.
 fn drop_invalid() -> String {
     let chain = |hook| format!("chain {hook} {{ type filter hook {hook} priority filter; ct state invalid drop; }}\n");
     let chains: String = ["prerouting", "input", "forward", "output", "postrouting"].into_iter().map(chain).collect();
     format!("table inet hostile {{ {chains} }}")
 }
 
-/// docs/failures.md: ct-invalid. Nobody masquerades: what gets lost here gets lost because connection tracking calls it invalid.
+/// docs/failures.md: ct-invalid. Nothing masquerades: packets are lost here only because conntrack calls them invalid.
 #[test]
 fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
     lab::require_root!();
@@ -101,7 +102,7 @@ fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
     });
 }
 
-/// docs/failures.md: ct-invalid. The packet that the host's answer is about is not tracked.
+/// docs/failures.md: ct-invalid. The packet that the host's answer quotes is not tracked.
 #[test]
 fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
     lab::require_root!();
@@ -118,7 +119,8 @@ fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
     });
 }
 
-/// docs/failures.md: forward-drop. Only what pods send is forwarded; replies, and what gateways send for others, is not.
+/// docs/failures.md: forward-drop. Only what pods send is forwarded; replies, and what gateways send for others, are
+/// not.
 #[test]
 fn forward_drop_as_the_policy_eats_no_reply() {
     lab::require_root!();
@@ -133,8 +135,8 @@ fn forward_drop_as_the_policy_eats_no_reply() {
     flows_under(Lab::builder(), &rules, |_, _| Ok(()));
 }
 
-/// docs/failures.md: mark-clash. Every bit but ours is set by somebody, what has kube-proxy's bit is masqueraded, then all marks
-/// are cleared; and our bit is set on packets that are not ours.
+/// docs/failures.md: mark-clash. Rules set every bit but ours, masquerade packets with kube-proxy's bit, then clear all marks;
+/// and our bit is set on packets that are not ours.
 #[test]
 fn mark_clash_with_every_common_bit_changes_nothing() {
     lab::require_root!();
@@ -168,7 +170,7 @@ fn mark_clash_with_every_common_bit_changes_nothing() {
         others = !MARK,
     );
     flows_under(Lab::builder(), &rules, |lab, pods| {
-        // What comes from other nodes to a pod is not led astray by the bit that a rule has set on it.
+        // The bit that a rule sets on packets from other nodes to a pod does not misroute them.
         let neighbour = lab.add_pod(PodSpec::new("neighbour", "gw2"))?;
         for (pod, family) in pods.iter().flat_map(|pod| Family::BOTH.map(|family| (pod, family))).take(4) {
             let target = std::net::SocketAddr::new(pod.ips.ip(family), 7010);
@@ -229,7 +231,7 @@ fn hostile_flushes_of_rules_let_nothing_out_and_are_mended() {
             wait_in_force(&pods[0], &server, &[10])
         };
         is_mended(flush, routed)?;
-        // Without a default route there are rules and routes of a table of ours as well.
+        // Without a default route there are also rules and routes of our own table.
         node.sh("ip route del default; ip -6 route del default")?;
         let led = wait_until("a policy route", PATIENCE, || whole(lab), |now| *now == routed + 5)?;
         for script in [

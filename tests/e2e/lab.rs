@@ -1,4 +1,4 @@
-//! The lab itself, without Spillway: what the other tests take for granted.
+//! The lab itself, without Spillway: what the other tests rely on.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -152,10 +152,10 @@ fn streams_survive_a_pause_and_report_it() -> Result<()> {
         clients.wait("silence", PATIENCE, silent)?;
         lab.rejoin("worker1", Segment::Underlay)?;
         clients.wait_progress(3, PATIENCE)?;
-        // Each direction sends again when its own timer says so.
+        // Each direction retransmits by its own timer.
         tcp.wait_progress(3, PATIENCE)?;
 
-        // The server speaks first on connections that were silent.
+        // The server sends first on connections that were silent.
         clients.set_sending(false);
         tcp.set_sending(false);
         let silent = |all: &[lab::traffic::ConnectionReport]| all.iter().all(|one| one.last_arrival.elapsed() > TICKS);
@@ -217,7 +217,7 @@ fn captures_decode_neighbours_errors_and_fragments() -> Result<()> {
     let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
     for family in Family::BOTH {
         assert_eq!(ping(&server.ns, external.ip(family), &Ping::default())?.replies.len(), 1);
-        // The router tells the MTU behind it, once the pod's kernel does not know it yet.
+        // The router reports the MTU behind it once, as the pod's kernel does not know it yet.
         let large = Ping { size: 1400, dont_fragment: true, ..Ping::default() };
         assert_eq!(ping(&pod.ns, far.ips.ip(family), &large)?.mtu, Some(1300));
         // Nobody listens there.
@@ -244,8 +244,8 @@ fn captures_decode_neighbours_errors_and_fragments() -> Result<()> {
         let fragments = |packet: &lab::Packet| {
             packet.ip().is_some_and(|ip| ip.fragment.is_some() && ip.source == lab.node("worker1").underlay.ip(family))
         };
-        // 4000 bytes by the kernel in three fragments; by hand in five, which a router with conntrack puts together and
-        // cuts again.
+        // 4000 bytes by the kernel in three fragments; by hand in five, which a router with conntrack reassembles and
+        // refragments.
         assert!(trace.count(fragments) >= 9, "{family:?} {}", trace.count(fragments));
     }
     let errors = at_pod.finish()?.filter(|packet| {
@@ -301,7 +301,7 @@ fn bulk_transfers_go_both_ways_with_and_without_offload() -> Result<()> {
     Ok(())
 }
 
-/// A program that stands for `egress-daemon`: it prints its arguments, notes SIGTERM and waits.
+/// A stand-in for `egress-daemon`: it prints its arguments, records SIGTERM and waits.
 fn stand_in(dir: &Path) -> Result<std::path::PathBuf> {
     let path = dir.join("stand-in");
     let script = "#!/bin/sh\necho \"$@\"\ncat \"$5\"/node-worker1.yaml\nls /sys/fs/bpf >/dev/null && echo bpffs\n\
@@ -346,7 +346,7 @@ fn processes_run_in_their_node_and_are_killed_frozen_and_cut_off() -> Result<()>
     lab.agent("worker1").freeze()?;
     wait_until("it is stopped", PATIENCE, state, |state| state == "T")?;
     lab.agent("worker1").thaw()?;
-    wait_until("it goes on", PATIENCE, state, |state| state != "T")?;
+    wait_until("it continues", PATIENCE, state, |state| state != "T")?;
     lab.kill_node("worker1")?;
     assert!(!lab.agent("worker1").alive()?);
     assert!(lab.controller("controller1").alive()?);
@@ -402,7 +402,7 @@ fn a_lab_whose_process_was_killed_leaves_nothing_behind() -> Result<()> {
     child.kill()?;
     child.wait()?;
     wait_until("the lab is gone", PATIENCE, || Ok(remains(&id)), Vec::is_empty)?;
-    wait_for("its processes too", PATIENCE, || Ok(!Path::new(&format!("/proc/{pid}")).exists()))
+    wait_for("its processes, too", PATIENCE, || Ok(!Path::new(&format!("/proc/{pid}")).exists()))
 }
 
 /// What that process does.

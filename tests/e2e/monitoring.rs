@@ -1,4 +1,4 @@
-//! Each alert that Spillway ships fires in a real Prometheus when its fault is there, and resolves when it is gone.
+//! Each alert that Spillway ships fires in a real Prometheus while its fault is present, and resolves when it is gone.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -28,12 +28,12 @@ const PROMETHEUS: u8 = 201;
 /// The egress IP, and one that no policy has.
 const HOST: u8 = 10;
 const OTHER_HOST: u8 = 11;
-/// Where something says which version it has, in Prometheus's namespace.
+/// Where something serves its version, in Prometheus's namespace.
 const OTHER: &str = "127.0.0.1:9474";
 /// The lab sends tens of thousands of packets, on a machine that is busy with other tests.
 const SLOW: Duration = PATIENCE.saturating_mul(4);
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// A node that is lost is noticed soon, by the lease too.
+/// A lost node is noticed soon, also by its lease.
 const CONFIG: &str = "probe: {interval: 200ms, count: 5}\nlease: {renew: 1s, duration: 5s}\nmetrics: 0.0.0.0:9473\n";
 
 /// A cluster, and the Prometheus that watches it.
@@ -47,7 +47,7 @@ struct Watched<'a> {
 }
 
 impl Watched<'_> {
-    /// Waits until an alert with this name and label fires; `meanwhile` goes on as long.
+    /// Waits until an alert with this name and label fires; `meanwhile` runs until then.
     fn fires(&self, alert: &str, label: (&str, &str), mut meanwhile: impl FnMut() -> Result<()>) -> Result<()> {
         let firing = || meanwhile().and_then(|()| self.prometheus.firing());
         let it = |labels: &Value| labels["alertname"] == alert && labels[label.0] == label.1;
@@ -65,7 +65,7 @@ impl Watched<'_> {
         self.server.ips.at(Family::V4, TARGET)
     }
 
-    /// A question from more ports than there are, of all pods together.
+    /// Queries from more ports than exist, from all pods together.
     fn ask_from_all_ports(&self) -> Result<()> {
         self.pods
             .iter()
@@ -81,7 +81,7 @@ fn serve_version(ns: &NetNs) -> Result<Arc<Mutex<&'static str>>> {
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let version = *says.lock().unwrap_or_else(PoisonError::into_inner);
-            // Who goes away before it is answered asks again.
+            // A client that leaves before its answer asks again.
             let _ = stream.and_then(|stream| answer(stream, version));
         }
     });
@@ -158,14 +158,14 @@ fn nodes_are_lost(w: &Watched<'_>) -> Result<()> {
     w.lab.cut_store("worker2")?;
     w.fires("SpillwayStoreDisconnected", ("node", "worker2"), nothing)?;
     w.lab.heal_store("worker2")?;
-    w.resolve("a store is away")?;
+    w.resolve("a store is unreachable")?;
 
     let map = w.lab.pins("worker2").join("maps/COUNTERS");
     let away = map.with_file_name("AWAY");
     fs::rename(&map, &away)?;
     w.fires("SpillwayMapsUnreadable", ("node", "worker2"), nothing)?;
     fs::rename(&away, &map)?;
-    w.resolve("a map is away")?;
+    w.resolve("a map is missing")?;
 
     w.lab.manifests().write("wrong", &policy("wrong", "\n  selectors: 7"))?;
     w.fires("SpillwayProblems", ("node", "worker1"), nothing)?;
@@ -174,7 +174,7 @@ fn nodes_are_lost(w: &Watched<'_>) -> Result<()> {
 }
 
 fn the_control_plane_fails(w: &mut Watched<'_>) -> Result<()> {
-    // A folder is where the object of another egress IP has to be written.
+    // A directory blocks the place where the object of another egress IP has to be written.
     let obstacle =
         w.lab.manifests().dir().join(format!(".spillway/EgressIP/{}.yaml", egress(Family::V4, &[OTHER_HOST])[0]));
     fs::create_dir(&obstacle)?;
@@ -200,7 +200,7 @@ fn packets_are_dropped(w: &mut Watched<'_>) -> Result<()> {
     drop(asking);
     w.resolve("no gateway is left")?;
 
-    // A port that no node has a lease of.
+    // A port that is leased to no node.
     let nobody = SocketAddr::new(egress(Family::V4, &[HOST])[0], 1);
     let scanning = UdpClients::start(&w.server.ns, nobody, 1, options())?;
     w.fires("SpillwayGatewayDrops", ("severity", "warning"), nothing)?;
@@ -208,7 +208,7 @@ fn packets_are_dropped(w: &mut Watched<'_>) -> Result<()> {
     w.resolve("somebody scans an egress IP")
 }
 
-/// Flows stay for minutes, so that all ports of the egress IP are in use on any machine, and then for a second.
+/// Flows first stay for minutes, so that all ports of the egress IP are in use on any machine, and then for a second.
 fn ports_get_scarce(w: &mut Watched<'_>) -> Result<()> {
     let address = egress(Family::V4, &[HOST])[0].to_string();
     w.fires("SpillwayPortsScarce", ("egress_ip", &address), || w.ask_from_all_ports())?;
@@ -221,5 +221,5 @@ fn ports_get_scarce(w: &mut Watched<'_>) -> Result<()> {
         wait_until("no flow is left", PATIENCE, flows, |count| *count == Some(0))?;
         w.lab.start_agent(node, &w.options)?;
     }
-    w.resolve("a flood of questions")
+    w.resolve("a flood of queries")
 }

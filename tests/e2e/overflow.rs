@@ -11,15 +11,15 @@ use crate::support::{
     CALM, PATIENCE, counter, egress, gateways, policy, sources, wait_counter, wait_in_force, wait_sources, web_pod_with,
 };
 
-/// Policies that each select one half of the pods, in another way: every one of their pods is of a class of its own.
+/// Policies that each select a different half of the pods: each of their pods has a class of its own.
 const HALVES: usize = 8;
 /// The most destinations that a policy may have.
 const MOST: usize = 1_024;
-/// An agent that is not optimised merges so many routes in seconds.
+/// An unoptimised agent takes seconds to merge this many routes.
 const SLOW: Duration = PATIENCE.saturating_mul(4);
 
 /// A policy for the pods with the label `large`: IPv4 destinations, the server's among them. A table of routes has room for 262,144
-/// pairs of a class and a destination, so it is too large where those pods are of 256 classes and another policy has a route as well.
+/// pairs of a class and a destination, so it is too large if those pods have 256 classes and another policy also has a route.
 fn large(destinations: usize, server: std::net::Ipv4Addr) -> String {
     let others = (1..destinations).map(|n| format!("11.{}.{}.0/24", n / 256, n % 256));
     let all: Vec<String> = std::iter::once(format!("{server}/32")).chain(others).collect();
@@ -53,7 +53,7 @@ fn crowd(lab: &Lab, model: &Pod) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the policy's condition says that it does not fit, or says so no more.
+/// Waits until the policy's condition says that it does not fit, or no longer does.
 fn wait_told(lab: &Lab, does_not_fit: bool) -> Result<()> {
     let policies = || Ok(lab.egressctl("worker1", &["policies"])?.to_string());
     let told = |text: &String| text.contains("on node worker1: table ROUTES_V4 holds 262144 entries");
@@ -106,13 +106,13 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes
         let node = wait_until("the condition of the node", SLOW, node, of_node)?;
         assert!(!node.contains("policy web: table") && !node.contains("policy half-"), "{node}");
 
-        // What its pods send does not leave: not with another address either.
+        // What its pods send does not leave, not even with another address.
         let capture = Capture::start(&server.ns, "eth0")?;
         let dropped = counter(lab, "worker1", "drop_no_gateway")?;
         assert_eq!(sources(&selected.ns, &server, Family::V4, 5)?, Default::default());
         send_packet(&selected.ns, Protocol::Udp, selected.ips.at(Family::V4, 1024), server.ips.at(Family::V4, 4242))?;
         wait_counter(lab, "worker1", "drop_no_gateway", dropped)?;
-        // All others go on, and who comes later is served: a pod, and a policy.
+        // All others continue, and later additions are served: a pod, and a policy.
         wait_in_force(&web, &server, &[10])?;
         let late = start_pod(lab, PodSpec::new("late", "worker1").label("app", "web"))?;
         wait_in_force(&late, &server, &[10])?;
@@ -125,7 +125,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes
         let strangers = capture.so_far().strangers_towards(server.ips.v4.into(), &known);
         assert!(strangers.is_empty(), "{strangers:?}");
 
-        // It is made smaller, as it was told.
+        // It is made smaller, as the remedy says.
         lab.manifests().write("large", &large(2, server.ips.v4))?;
         wait_sources(&selected.ns, &server, Family::V4, &egress(Family::V4, &[12]))?;
         wait_told(lab, false)?;

@@ -1,4 +1,4 @@
-//! Who carries an egress IP when hosts disagree, addresses go and agents come back.
+//! Who carries an egress IP when hosts disagree, addresses disappear and agents come back.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -38,7 +38,7 @@ fn owners(lab: &Lab) -> Result<[String; 2]> {
     Ok([v4?, v6?])
 }
 
-/// The MAC address that the server believes an egress IP to be at.
+/// The MAC address that the server has for an egress IP.
 fn believed(server: &Server, ip: IpAddr) -> Result<String> {
     let text = server.ns.sh(&format!("ip neigh show {ip} dev eth0"))?;
     let mut words = text.split_whitespace().skip_while(|word| *word != "lladdr");
@@ -50,7 +50,7 @@ fn mac_text(mac: [u8; 6]) -> String {
 }
 
 /// docs/failures.md: two-owners. A gateway is cut off from the objects and from the outside, loses its egress IPs, and comes back:
-/// to the outside first, so that it still believes to be the owner.
+/// to the outside first, so that it still believes that it is the owner.
 #[test]
 fn two_owners_after_a_partition_heals_become_one_again() {
     lab::require_root!();
@@ -63,7 +63,7 @@ fn two_owners_after_a_partition_heals_become_one_again() {
         for ip in &lost {
             new.insert(*ip, wait_owner(lab, *ip, |node| node != old)?);
         }
-        // What the new owner announces because it is new is over.
+        // The new owner's initial announcements are over.
         let capture = Capture::start(&server.ns, "eth0")?;
         for ip in &lost {
             let right = lab.node(&new[ip]).external_mac();
@@ -75,7 +75,7 @@ fn two_owners_after_a_partition_heals_become_one_again() {
         }
         drop(capture);
         lab.rejoin(&old, Segment::External)?;
-        // It still cannot read what was planned; that the others hold their leases tells it enough.
+        // It still cannot read the plan; that the others hold their leases is enough.
         for ip in &lost {
             let announced = || announces(lab, &old, *ip);
             wait_until("the former owner is silent", PATIENCE, announced, |announced| !announced)?;
@@ -87,11 +87,11 @@ fn two_owners_after_a_partition_heals_become_one_again() {
             wait_for("the owner announces itself", PATIENCE, || {
                 Ok(capture.so_far().claims_of(*ip).contains_key(&right))
             })?;
-            // Whoever asks is answered by the owner alone, again and again.
+            // Only the owner answers requests, repeatedly.
             let mut asked = 0;
             let only = BTreeSet::from([right]);
             wait_until(
-                "ten questions in a row that only the owner answers",
+                "ten requests in a row that only the owner answers",
                 PATIENCE,
                 || {
                     asked = if answers(server, *ip)? == only { asked + 1 } else { 0 };
@@ -110,7 +110,7 @@ fn two_owners_after_a_partition_heals_become_one_again() {
     });
 }
 
-/// All who answer one question for an address.
+/// All who answer one request for an address.
 fn answers(server: &Server, ip: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
     let capture = Capture::start(&server.ns, "eth0")?;
     server.ns.sh(&format!("ip neigh del {ip} dev eth0 2>/dev/null || true"))?;
@@ -120,8 +120,8 @@ fn answers(server: &Server, ip: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
     Ok(capture.finish()?.claims_of(ip).into_keys().collect())
 }
 
-/// docs/failures.md: spoofed-claim. A rogue host announces an egress IP as its own, also while the owner cannot renew its lease: who
-/// answers for it goes on, and says so.
+/// docs/failures.md: spoofed-claim. A rogue host announces an egress IP as its own, even while the owner cannot renew its lease: the
+/// owner keeps answering for it, and reannounces it.
 #[test]
 fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
     lab::require_root!();
@@ -143,14 +143,14 @@ fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
                 }
                 lab::traffic::send_claim(lab.router(), "ext0", ip, rogue)?;
                 wait_until(
-                    "the server believes the rogue",
+                    "the server has the rogue's address",
                     PATIENCE,
                     || believed(server, ip),
                     |mac| *mac == mac_text(rogue),
                 )
                 .or_else(|_| believed(server, ip))?;
                 wait_until(
-                    "the server believes the owner again",
+                    "the server has the owner's address again",
                     PATIENCE,
                     || believed(server, ip),
                     |mac| *mac == right,
@@ -185,7 +185,7 @@ fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
                     assert!(!trace.claims_of(*ip).contains_key(&mac), "round {round}: {old} claims {ip}");
                 }
             }
-            // What it gets back later, it loses again in the next round.
+            // It gets them back, and loses them again in the next round.
             for ip in &lost {
                 wait_owner(lab, *ip, |node| node == old)?;
             }
@@ -195,7 +195,7 @@ fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
     });
 }
 
-/// docs/failures.md: ip-moves. The way out of an owner goes down; the egress IPs go elsewhere.
+/// docs/failures.md: ip-moves. An owner's uplink goes down; the egress IPs move elsewhere.
 #[test]
 fn ip_moves_when_the_link_of_its_owner_goes_down() {
     lab::require_root!();
@@ -228,7 +228,7 @@ fn ip_moves_when_the_link_of_its_owner_goes_down() {
     });
 }
 
-/// docs/failures.md: ip-moves. A node's own address is the egress IP, and another one takes its place.
+/// docs/failures.md: ip-moves. A node's own address is the egress IP, and another one replaces it.
 #[test]
 fn ip_moves_when_a_node_gets_another_address() {
     lab::require_root!();
@@ -257,7 +257,7 @@ fn ip_moves_when_a_node_gets_another_address() {
     });
 }
 
-/// docs/failures.md: mld. A switch passes a question on to members of its group only, once it has a querier.
+/// docs/failures.md: mld. A switch forwards a request only to members of its group, once it has a querier.
 #[test]
 fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
     lab::require_root!();
@@ -270,13 +270,13 @@ fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
             .sh(&format!("ip link set br0 type bridge mcast_snooping 1 mcast_mld_version 2 {times} mcast_querier 1"))?;
         let address = egress(Family::V6, &[10])[0];
         let owner = wait_owner(lab, address, |_| true)?;
-        // Whoever sends to an address has to find it first.
+        // A sender has to resolve an address first.
         let ask = |target: IpAddr| {
             let any: SocketAddr = if target.is_ipv6() { "[::]:0".parse()? } else { "0.0.0.0:0".parse()? };
             server.ns.run(|| Ok(UdpSocket::bind(any)?.send_to(b"?", (target, 9))?))
         };
         let forget = |target: IpAddr| server.ns.sh(&format!("ip neigh del {target} dev eth0 || true")).map(drop);
-        // A question that everybody hears, after one that a member of the group would: nobody is one.
+        // A request that everybody receives, after one that only group members receive: nobody is a member.
         let strangers = Family::BOTH.map(|family| egress(family, &[77])[0]);
         let capture = Capture::start(&lab.node(&owner).ns, "ext0")?;
         let heard = |target: IpAddr| {
@@ -293,14 +293,14 @@ fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
                 forget(target)?;
                 ask(target)?;
             }
-            wait_for("a question that everybody hears", PATIENCE, || Ok(heard(v4) > before[0]))?;
+            wait_for("a request that everybody receives", PATIENCE, || Ok(heard(v4) > before[0]))?;
             Ok(heard(v6) > before[1])
         };
-        wait_until("the switch looks at memberships", PATIENCE, passes, |passes| !passes)?;
-        // An announcement would tell the server as well, seconds later: what counts is that the question arrives.
+        wait_until("the switch uses memberships", PATIENCE, passes, |passes| !passes)?;
+        // An announcement would also inform the server, seconds later: what counts is that the request arrives.
         let arrives = |owner: &lab::NetNs| {
             let capture = Capture::start(owner, "ext0")?;
-            wait_for("the owner hears the question", PATIENCE, || {
+            wait_for("the owner receives the request", PATIENCE, || {
                 forget(address)?;
                 ask(address)?;
                 let is_it =
@@ -316,7 +316,7 @@ fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
     });
 }
 
-/// What the tables do not carry would end at whoever announced it.
+/// If a gateway announced what its tables do not have, packets would end there.
 #[test]
 fn a_gateway_that_cannot_write_its_tables_announces_nothing_new_and_says_why() {
     lab::require_root!();
@@ -326,7 +326,7 @@ fn a_gateway_that_cannot_write_its_tables_announces_nothing_new_and_says_why() {
         let (_, server) = web_pod(lab, &[10])?;
         let maps = lab.pins("gw1").join("maps");
         for index in INDICES {
-            // From now on no process may write it.
+            // From now on, no process may write it.
             lab.node("gw1").ns.sh(&format!("bpftool map freeze pinned {}", maps.join(index).display()))?;
         }
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -342,7 +342,7 @@ fn a_gateway_that_cannot_write_its_tables_announces_nothing_new_and_says_why() {
     });
 }
 
-/// The group in which an IPv6 address is asked for.
+/// The solicited-node group of an IPv6 address.
 fn group(address: IpAddr) -> IpAddr {
     let IpAddr::V6(address) = address else { return address };
     let [.., a, b, c] = address.octets();

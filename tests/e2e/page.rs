@@ -11,9 +11,9 @@ use serde_json::Value;
 use crate::support::{PATIENCE, start, wait_in_force, web};
 
 const PAGE: &str = "http://127.0.0.1:8475/";
-/// The texts of the picture, and what is said of drops.
+/// The texts of the graph, and the text about drops.
 const SHOWN: &str = "return [...document.querySelectorAll('svg text, #drops div, #sum')].map(one => one.textContent)";
-/// What became of a click on the first line that leads to an egress IP.
+/// The result of a click on the first line that leads to an egress IP.
 const CLICK: &str = "document.querySelector('path.link:not(.plain)').dispatchEvent(new Event('click'))";
 const DETAIL: &str = "return document.getElementById('detail').textContent";
 
@@ -33,7 +33,7 @@ fn the_page_shows_what_flows_and_a_click_explains_it() {
         start(lab)?;
         let servers = ["server1", "server2", "server3"].map(|name| lab.server(name).clone());
         wait_in_force(&first, &servers[0], &[10, 11, 12])?;
-        // Its flows go with it.
+        // Its flows disappear with it.
         lab.remove_pod("default/first")?;
         let (mut serving, mut running) = (Vec::new(), Vec::new());
         for (port, server) in [443, 5432, 8883].into_iter().zip(&servers) {
@@ -55,7 +55,7 @@ fn the_page_shows_what_flows_and_a_click_explains_it() {
         let texts = || {
             browser.open(PAGE)?;
             let texts = wait_until(
-                "the page has heard of a node",
+                "the page shows a node",
                 PATIENCE,
                 || browser.run("return document.body.dataset.ready"),
                 Value::is_string,
@@ -69,7 +69,7 @@ fn the_page_shows_what_flows_and_a_click_explains_it() {
         let gone = first.ips.both(0).map(|address| address.ip().to_string());
         let complete =
             |texts: &Value| wanted.iter().all(|wanted| has(texts, wanted)) && !gone.iter().any(|gone| has(texts, gone));
-        let texts = wait_until("the picture is complete", PATIENCE, texts, complete)?;
+        let texts = wait_until("the graph is complete", PATIENCE, texts, complete)?;
         ensure!(texts.to_string().contains("1 node: "), "{texts}");
 
         browser.run(CLICK)?;

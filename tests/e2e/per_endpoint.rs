@@ -77,13 +77,13 @@ fn changes_move_only_the_pods_that_they_must() {
         start(lab)?;
         let before = assignments(lab, Family::V4, &[10, 11, 12], |all| loads(all) == [2, 2, 2])?;
 
-        // Another pod comes, between the others in their order: nobody moves.
+        // Another pod is added, between the others in their order: no pod moves.
         lab.add_pod(PodSpec::new("web-25", "worker1").label("app", "web"))?;
         let with_another = assignments(lab, Family::V4, &[10, 11, 12], |all| all.len() == 7)?;
         assert!(before.iter().all(|(pod, ip)| with_another[pod] == *ip), "{before:?} {with_another:?}");
         lab.remove_pod("web-25")?;
 
-        // An egress IP goes: its two pods move, one to each of the others.
+        // An egress IP is removed: its two pods move, one to each of the others.
         lab.manifests().write("web", &spec(&[10, 11]))?;
         let gone = egress(Family::V4, &[12])[0];
         let after = assignments(lab, Family::V4, &[10, 11], |all| loads(all) == [3, 3])?;

@@ -5,13 +5,13 @@ use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, wait_until};
 
 use crate::support::{PATIENCE, calm, egress, has_bpftool, knows, wait_in_force, wait_sources, web_pod};
 
-/// Waits until the datapath knows as many of a pod's two addresses.
+/// Waits until the datapath knows `count` of a pod's two addresses.
 fn wait_known(lab: &Lab, pod: &Pod, count: usize) -> Result<()> {
     let known = || Ok(Family::BOTH.iter().filter(|&&family| knows(lab, "worker1", pod.ips.ip(family))).count());
     wait_until("the datapath knows the pod, or does not", PATIENCE, known, |known| *known == count).map(drop)
 }
 
-/// docs/failures.md: gone-pod. Its object is deleted, as by `kubectl delete --force`, and it runs on.
+/// docs/failures.md: gone-pod. Its object is deleted, as by `kubectl delete --force`, and it keeps running.
 #[test]
 fn gone_pod_one_that_outlives_its_object_keeps_its_policy_until_its_interface_goes() {
     lab::require_root!();
@@ -19,7 +19,7 @@ fn gone_pod_one_that_outlives_its_object_keeps_its_policy_until_its_interface_go
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod(lab, &[10])?;
-            // What the agent does for a later change it does knowing of the earlier one.
+            // When the agent has handled a later change, it has also handled the earlier one.
             let stays = |lab: &mut Lab, name: &str, change: &dyn Fn(&mut Lab) -> Result<()>| {
                 let capture = Capture::start(&server.ns, "eth0")?;
                 change(lab)?;
@@ -34,7 +34,7 @@ fn gone_pod_one_that_outlives_its_object_keeps_its_policy_until_its_interface_go
                 anyhow::Ok(())
             };
             stays(lab, "next", &|lab| lab.manifests().remove_pod(&pod))?;
-            // It is the last one that the policy selects here, and an agent that starts anew has never seen its object.
+            // It is the last one that the policy selects here, and a restarted agent has never seen its object.
             stays(lab, "later", &|lab| {
                 lab.agent("worker1").kill()?;
                 lab.start_agent("worker1", &calm())

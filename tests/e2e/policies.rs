@@ -38,7 +38,7 @@ fn the_longest_prefix_wins_and_exclusions_count_in_their_own_policy() {
         wait_in_force(&pod, lab.server("far1"), &[11])?;
         // What the narrow policy excludes belongs to the wide one.
         wait_in_force(&pod, lab.server("far2"), &[10])?;
-        // Excluded there as well, it belongs to nobody and leaves as without policies.
+        // Excluded there as well, it belongs to no policy and leaves as without policies.
         let all = narrow("all", WEB_PODS, ALL, 10) + excluded.trim_start_matches('\n') + "\n";
         lab.manifests().write("policies", &format!("{all}---\n{far}"))?;
         for family in Family::BOTH {
@@ -62,7 +62,7 @@ fn of_equal_prefixes_the_older_policy_wins_and_then_the_name() {
         start(lab)?;
         let server = lab.server("server1");
         wait_in_force(&pod, server, &[11])?;
-        // A newer one changes nothing, an older one comes first, whatever its name.
+        // A newer one changes nothing; an older one has precedence, whatever its name.
         lab.manifests().write("a", &dated("a", "2026-03-03T00:00:00Z", 10))?;
         lab.manifests().write("z", &dated("z", "2026-01-01T00:00:00Z", 13))?;
         wait_in_force(&pod, server, &[13])?;
@@ -119,7 +119,7 @@ fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
             wait_in_force(pod, lab.server("server1"), &[near])?;
             wait_in_force(pod, lab.server("far1"), &[far])?;
         }
-        // The pod is another one's successor: the same addresses, other labels.
+        // A successor replaces the pod: the same addresses, other labels.
         let ips = web.ips;
         lab.remove_pod("web")?;
         let heir = lab.add_pod(PodSpec::new("heir", "worker1").ips(ips))?;
@@ -127,8 +127,7 @@ fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
     });
 }
 
-/// docs/failures.md: update-gap.
-/// A busy pod soon opens every connection with the ports of one that it has closed.
+/// docs/failures.md: update-gap. A busy pod soon opens every connection with the ports of an earlier, closed one.
 #[test]
 fn connections_with_the_ports_of_closed_ones_are_spread_over_what_was_added_since() {
     lab::require_root!();
@@ -169,7 +168,7 @@ fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_n
     Lab::builder().workers(1).alone().run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         lab.manifests().write("web", &web(&[10, 11, 12]))?;
-        // The egress IPs of the policies that come and go are in use here already: nothing has to be waited for.
+        // The egress IPs of the policies that come and go are in use here already: the test need not wait for them.
         let base = lab.add_pod(PodSpec::new("base", "worker1").label("app", "base"))?;
         let selectors = "\n  selectors: [{podSelector: {matchLabels: {app: base}}}]";
         let spec = format!("{selectors}\n  destinationCIDRs: {ALL}{}", gateways(&[13, 14, 15, 16]));
@@ -192,7 +191,7 @@ fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_n
         let rates = [&near, &far].map(|server| Family::BOTH.map(|f| rate.start(&pod.ns, server.ips.at(f, 81))));
 
         // Five policies change in each round: weights, how the destinations are written, exclusions elsewhere, and policies
-        // for the far server that come and go.
+        // for the far server that are added and removed.
         let mut updates = 0;
         for round in 1..=ROUNDS {
             let weights = [(10, round), (11, 1 + round % 7), (12, 1 + round % 5)];

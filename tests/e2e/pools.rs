@@ -1,4 +1,4 @@
-//! Addresses out of pools over all policies, limits of nodes, and addresses that nodes have by themselves and that change.
+//! Addresses from pools over all policies, limits of nodes, and nodes' own addresses that change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -17,7 +17,7 @@ fn of_app(app: &str, rest: &str) -> String {
     policy(app, &format!("{selectors}\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]{rest}"))
 }
 
-/// The status of a policy, as the store has it.
+/// The status of a policy, as in the store.
 fn status(lab: &Lab, name: &str) -> Value {
     let text = lab.manifests().written("status/EgressGatewayPolicy", name).unwrap_or_default();
     serde_saphyr::from_str::<Value>(&text).map(|record| record["status"].clone()).unwrap_or_default()
@@ -84,7 +84,7 @@ fn at_the_limit_of_the_configuration_an_address_waits_nothing_moves_and_it_is_se
     at_the_limit("", &StartOptions::new().config(&format!("{CALM}maxEgressIPsPerNode: 2\n")));
 }
 
-/// Two addresses at most on each of two gateways: by a field of the pool, or by the configuration.
+/// At most two addresses on each of two gateways: by a field of the pool, or by the configuration.
 fn at_the_limit(field: &str, options: &StartOptions) {
     lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
@@ -114,7 +114,7 @@ fn at_the_limit(field: &str, options: &StartOptions) {
         for family in Family::BOTH {
             wait_sources(&web.ns, &server, family, &carried(&before, family))?;
         }
-        // Room appears by our annotation on one node and by Antrea's on the other.
+        // Our annotation on one node and Antrea's on the other make room.
         annotate(lab, "gw1", "spillway.io/max-egress-ips", "3")?;
         annotate(lab, "gw2", "node.antrea.io/max-egress-ips", "3")?;
         let served = |slots: &BTreeMap<IpAddr, Option<String>>| slots.values().all(Option::is_some) && slots.len() == 6;
@@ -151,7 +151,7 @@ fn a_gateway_by_interface_follows_the_address_of_the_interface() {
             wait_sources(&pod.ns, &server, Family::V4, &[new])?;
             assert_eq!(owner(lab, new).as_deref(), Some("gw1"));
         }
-        // The node's own connections go on.
+        // The node's own connections continue.
         assert_eq!(
             sources(&gateway.ns, &server, Family::V4, 10)?.into_keys().collect::<Vec<_>>(),
             egress(Family::V4, &[62])

@@ -14,9 +14,9 @@ use crate::support::{
     PATIENCE, calm, counter, drops, egress, has_bpftool, settings, start, start_with, wait_counter, wait_in_force, web,
 };
 
-/// A port of the server behind which nobody listens.
+/// A port of the server on which nothing listens.
 pub const TARGET: u16 = 4242;
-/// Packets that are sent before the server has to have seen them.
+/// How many packets are sent before the server must have seen them.
 const BATCH: usize = 1000;
 
 /// Makes the server ignore datagrams for [`TARGET`]: nothing comes back, so flows stay half open.
@@ -30,7 +30,7 @@ fn is_ours(packet: &lab::Packet, target: SocketAddr) -> bool {
     !packet.outgoing && packet.ports().is_some_and(|(_, to)| to == target)
 }
 
-/// Sends one packet from each of `ports` of a pod, no faster than they arrive. Fails when one does not.
+/// Sends one packet from each of `ports` of a pod, no faster than they arrive. Fails if one does not.
 fn send_all(pod: &Pod, protocol: Protocol, ports: Range<u16>, target: SocketAddr, capture: &Capture) -> Result<()> {
     let family = if target.is_ipv4() { Family::V4 } else { Family::V6 };
     let ports: Vec<u16> = ports.collect();
@@ -103,8 +103,8 @@ fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
     });
 }
 
-/// docs/failures.md: fail-open, port-leak. All ports of the egress IP are taken; what finds none is dropped and counted, and does
-/// not leave in another way. When the flows have expired the ports serve again.
+/// docs/failures.md: fail-open, port-leak. All ports of the egress IP are taken; a flow that finds none is dropped and counted,
+/// and does not leave otherwise. When the flows have expired, the ports can be used again.
 #[test]
 fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
     lab::require_root!();
@@ -115,7 +115,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
         let capture = Capture::start(&server.ns, "eth0")?;
         let before = counter(lab, "worker1", "drop_no_port")?;
         for pod in &pods {
-            // More than there are ports, all in all.
+            // More than there are ports, in total.
             for first in (1024..60_000).step_by(BATCH) {
                 spray(&pod.ns, Protocol::Udp, pod.ips.v4.into(), first..first + BATCH as u16, target)?;
             }
@@ -127,10 +127,10 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
         let (sources, packets) = translated(&trace, target);
         assert_eq!(sources.len(), packets, "a port was used twice");
         assert!(sources.len() > 20_000, "{}", sources.len());
-        // Other destinations are not concerned: the ports are free there.
+        // Other destinations are not affected: the ports are free there.
         wait_in_force(&pods[0], lab.server("far1"), &[10])?;
 
-        // Idle flows expire, with nobody's help.
+        // Idle flows expire without the agent.
         lab.agent("worker1").kill()?;
         expire_udp_at_once(lab, "worker1")?;
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -147,8 +147,8 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
     });
 }
 
-/// docs/failures.md: port-leak. Connections that were refused give their ports back at once: many times as many as there are
-/// ports go to one destination, without waiting for any timeout.
+/// docs/failures.md: port-leak. Refused connections release their ports at once: many times more connections than ports go
+/// to one destination, without waiting for any timeout.
 #[test]
 fn port_leak_closed_connections_give_their_ports_back() {
     lab::require_root!();
@@ -201,7 +201,8 @@ fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
     });
 }
 
-/// docs/failures.md: slow-count. What an owner answers by is renewed by an agent that has more to count than it can in that time.
+/// docs/failures.md: slow-count. An agent renews the deadline up to which its node answers, even if a count takes longer than the
+/// deadline.
 #[test]
 fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
     lab::require_root!();
@@ -232,7 +233,7 @@ fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
     });
 }
 
-/// docs/failures.md: port-share. One pod opens flows to one server from all of its ports, again and again: another pod on its node still gets
+/// docs/failures.md: port-share. One pod repeatedly opens flows to one server from all of its ports: another pod on its node still gets
 /// through to that server.
 #[test]
 fn port_share_one_pod_does_not_take_all_ports_towards_a_server() {
@@ -256,7 +257,7 @@ fn port_share_one_pod_does_not_take_all_ports_towards_a_server() {
     });
 }
 
-/// How many blocks of each egress IP are leased to a node, as its object says.
+/// How many blocks of each egress IP are leased to a node, according to its object.
 fn leased(lab: &Lab, node: &str) -> Result<BTreeMap<IpAddr, u64>> {
     let object: Value = serde_saphyr::from_str(&lab.manifests().written("EgressNode", node).unwrap_or_default())?;
     let of_address = |one: &Value| {
@@ -266,7 +267,7 @@ fn leased(lab: &Lab, node: &str) -> Result<BTreeMap<IpAddr, u64>> {
     Ok(object["spec"]["blocks"].as_array().into_iter().flatten().filter_map(of_address).collect())
 }
 
-/// A lab with so many source nodes, each with a web pod, and three egress IPs in force for all of them.
+/// A lab with this many source nodes, each with a web pod, and three egress IPs in force for all of them.
 fn with_source_nodes(count: u8, test: impl FnOnce(&mut Lab, &[Pod], Server) -> Result<()>) {
     Lab::builder().workers(count).gateways(2).alone().run(|lab| {
         lab.manifests().write("web", &web(&RAMP_IPS))?;
@@ -286,18 +287,18 @@ const RAMP_IPS: [u8; 3] = [10, 11, 12];
 const RAMP_RATE: u32 = 10_000;
 /// How long each connection stays open: as many ports are in use as there are connections in this time.
 const RAMP_HOLD: Duration = Duration::from_secs(1);
-/// Connections all in all.
+/// Connections in total.
 const RAMP: u64 = 60_000;
-/// On the machine that is all nodes, too, both ends of the ramp come before them: each would have processors of its own.
+/// Both ends of the ramp have priority over the nodes on the same machine: in reality each has processors of its own.
 const RAMP_NICE: i32 = -5;
 
-/// docs/failures.md: port-ramp. Of ten source nodes on three egress IPs one goes from nothing to 10,000 connections a second to one
-/// server: it needs more ports than it has before it has sent for a second.
+/// docs/failures.md: port-ramp. One of ten source nodes on three egress IPs ramps up from zero to 10,000 connections per second to
+/// one server: within a second it needs more ports than it has.
 #[test]
 fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
     lab::require_root!();
     const NODES: u8 = 10;
-    /// What each node may count on of an egress IP: its part of half of the blocks.
+    /// How many blocks of an egress IP each node may count on: its share of half of the blocks.
     const SHARE: u64 = 1008 / 2 / NODES as u64;
     with_source_nodes(NODES, |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);
@@ -327,17 +328,17 @@ fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
             hold: RAMP_HOLD,
             ..ConnectRate::default()
         };
-        // Among so many the kernel finds a free port at once.
+        // With so many, the kernel finds a free port at once.
         busy.ns.sh("sysctl -qw net.ipv4.ip_local_port_range='1024 65535'")?;
         let ramp = with_nice(RAMP_NICE, || ramp.start(&busy.ns, target))?;
         let grown = |held: &BTreeMap<IpAddr, u64>| ips.iter().all(|ip| held.get(ip).is_some_and(|n| *n > 2 * SHARE));
-        wait_until("more blocks than a node keeps for nothing", PATIENCE, || leased(lab, &busy.node), grown)?;
+        wait_until("more blocks than an idle node keeps", PATIENCE, || leased(lab, &busy.node), grown)?;
         let ramp = ramp.wait()?;
         let twice = repeated(&pods[..1])? - before.1;
         assert_eq!(ramp.opened + ramp.failures(), RAMP);
         let lost = twice + ramp.failures();
         let drops = drops(lab, &busy.node)?;
-        assert!(lost * 100 < RAMP, "{twice} of {RAMP} SYNs were sent twice: {:?}, {drops:?}", ramp.failed);
+        assert!(lost * 100 < RAMP, "{twice} of {RAMP} SYNs were retransmitted: {:?}, {drops:?}", ramp.failed);
 
         let minute = Duration::from_secs(60);
         wait_until("the blocks are back", minute, || leased(lab, &busy.node), |held| within(held, 2 * SHARE))?;
@@ -345,7 +346,7 @@ fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
         assert!(steady.iter().all(|one| one.opened > 0 && one.failures() == 0), "a neighbour: {steady:?}");
         assert_eq!(seen(lab)?, before.0, "blocks and drops of the neighbours");
         let (opened, twice) = (steady.iter().map(|one| one.opened).sum::<u64>(), repeated(neighbors)? - before.2);
-        assert!(twice * 100 < opened, "{twice} of the neighbours' {opened} SYNs were sent twice");
+        assert!(twice * 100 < opened, "{twice} of the neighbours' {opened} SYNs were retransmitted");
         Ok(())
     });
 }

@@ -1,4 +1,4 @@
-//! What travels: TCP, UDP, echo, ICMP errors, fragments, large segments; both families, both kinds of CNI.
+//! Protocols: TCP, UDP, echo, ICMP errors, fragments, large segments; both families, both kinds of CNI.
 
 use std::net::IpAddr;
 
@@ -35,7 +35,7 @@ fn with_pod_and(builder: lab::Builder, options: &StartOptions, test: impl FnOnce
     });
 }
 
-/// TCP, UDP and echo to two servers, with every checksum judged where the packets arrive.
+/// TCP, UDP and echo to two servers, with every checksum verified where the packets arrive.
 fn tcp_udp_and_echo(cni: Cni, offload: bool) {
     with_pod(Lab::builder().cni(cni), |lab, pod| {
         for name in ["server1", "far1"] {
@@ -121,12 +121,12 @@ fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
             wait_until("time exceeded from the router", PATIENCE, exceeded, |errors: &Vec<(IpAddr, String)>| {
                 errors.iter().any(|(from, text)| *from == router && text.contains("TimeExceeded"))
             })?;
-            // Too big at the router, whose way to the far server is narrow.
+            // Too big at the router, whose link to the far server has a smaller MTU.
             let large = Ping { size: 1310, dont_fragment: true, ..Ping::default() };
             let report = ping(&pod.ns, far.ips.ip(family), &large)?;
             assert_eq!((report.mtu, &report.errors[0].0), (Some(1300), &router), "{report:?}");
         }
-        // TCP finds its way by the same errors.
+        // TCP discovers the MTU by the same errors.
         let _bulk = BulkServer::start(&far.ns, &far.ips.both(5001))?;
         for family in Family::BOTH {
             let report = bulk(&pod.ns, far.ips.at(family, 5001), Direction::Upload, 300_000)?;
@@ -134,7 +134,7 @@ fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
         }
         let trace = at_pod.finish()?;
         assert_eq!(trace.wrong_checksums().packets(), []);
-        // What the errors carry is what the pod has sent.
+        // The errors quote what the pod has sent.
         let inner = |packet: &lab::Packet| match packet.ip().map(|ip| &ip.transport) {
             Some(TransportLayer::IcmpError { inner, .. }) if !packet.outgoing => Some(*inner),
             _ => None,
@@ -156,14 +156,14 @@ fn fragments_of_datagrams_arrive_with_the_egress_ip_and_so_do_their_answers() {
     fragments_both_ways(&calm());
 }
 
-/// docs/failures.md: fragments, where no stack puts them into order.
+/// docs/failures.md: fragments, if no stack puts them into order.
 #[test]
 fn fragments_arrive_both_ways_without_the_firewall() {
     lab::require_root!();
     fragments_both_ways(&bypass());
 }
 
-/// docs/failures.md: fragments, where the firewall is bypassed and lets nothing pass.
+/// docs/failures.md: fragments, if the firewall is bypassed and lets nothing pass.
 #[test]
 fn fragments_that_fit_the_transport_do_not_meet_a_bypassed_firewall() {
     lab::require_root!();
@@ -221,7 +221,7 @@ fn fragments_both_ways(options: &StartOptions) {
     });
 }
 
-/// docs/failures.md: mtu (what TCP does not do: packets that nobody may fragment are answered).
+/// docs/failures.md: mtu (the half without TCP: packets that must not be fragmented are answered).
 #[test]
 fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size() {
     lab::require_root!();
@@ -245,7 +245,7 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
                 flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
                 assert!(udp.flows().values().all(|one| one.corrupted == 0));
             }
-            // What may be fragmented arrives.
+            // Packets that may be fragmented arrive.
             let report = ping(&pod.ns, server.ips.ip(Family::V4), &Ping { size: 1472, ..Ping::default() })?;
             assert_eq!(report.replies.len(), 1, "{report:?}");
             assert_eq!(at_pod.finish()?.wrong_checksums().packets(), []);
@@ -259,7 +259,7 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
     }
 }
 
-/// docs/failures.md: mtu. The first packet of a flow is not measured by a tunnel that it does not take.
+/// docs/failures.md: mtu. The first packet of a flow is not limited by a tunnel that it does not take.
 #[test]
 fn mtu_a_packet_that_fits_a_transport_without_a_tunnel_is_not_answered() {
     lab::require_root!();
@@ -274,7 +274,7 @@ fn mtu_a_packet_that_fits_a_transport_without_a_tunnel_is_not_answered() {
     });
 }
 
-/// docs/failures.md: mtu (packets of flows that are confirmed).
+/// docs/failures.md: mtu (packets of confirmed flows).
 #[test]
 fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
     lab::require_root!();
@@ -297,7 +297,7 @@ fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
     }
 }
 
-/// docs/failures.md: mtu (the TCP half: clamping), gso: the card cuts large segments, or the kernel does it in its place.
+/// docs/failures.md: mtu (the TCP half: clamping), gso: the card cuts large segments, or the kernel does it instead.
 #[test]
 fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
     lab::require_root!();
@@ -313,7 +313,7 @@ fn bulk_transfers_without_a_tunnel_use_the_whole_underlay() {
     bulk_transfers("direct", true, [1460, 1440]);
 }
 
-/// `offload`: the underlay takes merged segments as they are.
+/// `offload`: the underlay accepts merged segments unchanged.
 fn bulk_transfers(transport: &str, offload: bool, most: [u32; 2]) {
     let options = fixed(transport);
     with_pod_and(Lab::builder(), &options, |lab, pod| {
@@ -326,10 +326,10 @@ fn bulk_transfers(transport: &str, offload: bool, most: [u32; 2]) {
         let _bulk = BulkServer::start(&server.ns, &server.ips.both(5001))?;
         let (at_server, at_pod) = (Capture::start(&server.ns, "eth0")?, Capture::start(&pod.ns, "eth0")?);
         for family in Family::BOTH {
-            // The tunnel takes the outer IP, UDP, VXLAN and inner Ethernet headers.
+            // The tunnel needs room for the outer IP, UDP, VXLAN and inner Ethernet headers.
             let room = most[usize::from(family == Family::V6)];
             for direction in [Direction::Upload, Direction::Download] {
-                // A machine that is busy with something else drops packets by itself, now and then.
+                // A machine that is busy with something else occasionally drops packets.
                 let mut reports = Vec::new();
                 let few =
                     |report: &BulkReport| u64::from(report.retransmitted) <= BYTES / u64::from(report.segment) / 100;

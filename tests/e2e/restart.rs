@@ -80,7 +80,7 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
     });
 }
 
-/// The whole state of a node's network that an agent could have left something in.
+/// The whole state of a node's network in which an agent could have left something.
 fn footprint(lab: &Lab, node: &str) -> Result<BTreeSet<String>> {
     let mut lines = BTreeSet::new();
     let ns = &lab.node(node).ns;
@@ -128,16 +128,16 @@ fn cleanup_leaves_nothing_behind() {
         for (node, before) in ["worker1", "gw1"].into_iter().zip(&before) {
             assert!(!pins(lab, node).is_empty());
             lab.agent(node).terminate()?;
-            // A stopped agent leaves the datapath in place; only cleanup takes it away.
+            // A stopped agent leaves the datapath in place; only cleanup removes it.
             assert!(!pins(lab, node).is_empty());
             lab.daemon_text(node, &["cleanup"])?;
             assert_eq!(pins(lab, node), Vec::<String>::new());
             let after = footprint(lab, node)?;
             assert_eq!(before.symmetric_difference(&after).collect::<Vec<_>>(), Vec::<&String>::new(), "{node}");
-            // A second time there is nothing to do, and that is fine.
+            // The second time there is nothing to do, which is no error.
             lab.daemon_text(node, &["cleanup"])?;
         }
-        // As if nobody had ever been there.
+        // As if there had never been an agent.
         for family in Family::BOTH {
             wait_sources(&pod.ns, &server, family, &[lab.node("worker1").underlay.ip(family)])?;
         }
@@ -173,7 +173,7 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
     });
 }
 
-/// A stopped and restarted agent keeps what the kernel knows: flows, and that the outside opened some of them.
+/// A restarted agent keeps the kernel's state: flows, and that the outside opened some of them.
 #[test]
 fn a_restarted_agent_takes_over_what_is_pinned() {
     lab::require_root!();

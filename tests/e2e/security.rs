@@ -1,4 +1,4 @@
-//! What strangers send: tunnelled packets from who is no node, and from nodes that have no right to a port.
+//! What strangers send: tunnelled packets from hosts that are no nodes, and from nodes without a lease of the port.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -13,12 +13,12 @@ use crate::support::{
     web_pod, web_pod_with,
 };
 
-/// The tunnel's UDP port and network identifiers, as ARCHITECTURE.md has them.
+/// The tunnel's UDP port and network identifiers, as in ARCHITECTURE.md.
 pub const TUNNEL_PORT: u16 = 8473;
 pub const FORWARD: u32 = 0x53_5001;
 pub const REPLY: u32 = 0x53_5002;
 
-/// A source port of the egress IP that worker1 has used: it lies in a block that is leased to that node.
+/// A source port of the egress IP that worker1 has used: it is in a block that is leased to that node.
 pub fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
     let (pod, server) = (lab.pod("web"), lab.server("server1"));
     let capture = Capture::start(&server.ns, "eth0")?;
@@ -51,7 +51,8 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
             let port = leased_port(lab, family)?;
             let target = server.ips.at(family, 4242);
             let arrived = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == target);
-            // A socket on a node does not get past the exit: who forges a node's address on the underlay stands for the node.
+            // A socket on a node does not get past the exit, so a host that forges the node's address on the underlay stands
+            // for it.
             let send = |from: IpAddr, to: &str, source: IpAddr, port: u16| {
                 let device = lab.node(to).underlay.at(Family::V4, TUNNEL_PORT);
                 send_vxlan_from(
@@ -128,7 +129,7 @@ fn a_source_node_delivers_only_what_a_node_sent() {
             let arrived =
                 |packet: &lab::Packet| !packet.outgoing && packet.ports().is_some_and(|(from, _)| from == answer);
             assert_eq!(capture.count(arrived), 0);
-            // The control: who has the gateway's address may.
+            // The control: a sender with the gateway's address may.
             let gateway = lab.node("gw1").underlay.at(Family::V4, 50_000);
             send_vxlan_from(lab.router(), gateway, device, REPLY, Protocol::Udp, answer, translated)?;
             capture.wait_for("the gateway's reply", PATIENCE, arrived)?;
@@ -137,8 +138,8 @@ fn a_source_node_delivers_only_what_a_node_sent() {
     });
 }
 
-/// What a pod sends under another's address is the policy's business, not a way around it: no source but egress IPs, and
-/// nothing is delivered to the wrong pod.
+/// The policy also covers what a pod sends with another's address: no source but egress IPs leaves, and nothing is
+/// delivered to the wrong pod.
 #[test]
 fn every_packet_counts_for_the_policy_whatever_its_ports() {
     lab::require_root!();
@@ -185,7 +186,7 @@ fn write_node(lab: &Lab, name: &str, ready: &str, addresses: &[IpAddr], status: 
     lab.manifests().forge("EgressNode", name, &format!("{}\nstatus: {status}\n", lines.join("\n")))
 }
 
-/// Waits until every agent tells of something in an object.
+/// Waits until every agent reports a problem in an object.
 fn wait_agents_tell(lab: &Lab, object: &str) -> Result<()> {
     for node in lab.nodes() {
         wait_for(&format!("{} tells of {object}", node.name), PATIENCE, || {
@@ -195,13 +196,13 @@ fn wait_agents_tell(lab: &Lab, object: &str) -> Result<()> {
     Ok(())
 }
 
-/// docs/failures.md: claims. A node's agent, taken over, claims what others have: tunnel address and MAC address of a source node, a server
+/// docs/failures.md: claims. A compromised node's agent claims what others have: tunnel address and MAC address of a source node, a server
 /// outside, and an egress IP.
 #[test]
 fn claims_of_a_compromised_node_take_nothing_from_others() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        // By `direct` a node is known by its MAC address.
+        // With `direct`, a node is identified by its MAC address.
         let (pod, server) = web_pod_with(lab, &[10], &fixed("vxlan"))?;
         let victim = lab.node("worker1");
         let tunnel: Vec<String> = Family::BOTH.map(|family| victim.underlay.ip(family).to_string()).into();
@@ -236,12 +237,12 @@ fn claims_of_a_compromised_node_take_nothing_from_others() {
     });
 }
 
-/// docs/failures.md: stale-node. What is left of deleted nodes has the address of one that lives.
+/// docs/failures.md: stale-node. Leftovers of deleted nodes have the address of a live one.
 #[test]
 fn stale_node_objects_with_the_address_of_a_new_node_take_nothing_from_it() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        // By `direct` a node is known by its MAC address.
+        // With `direct`, a node is identified by its MAC address.
         let (pod, server) = web_pod_with(lab, &[10], &fixed("vxlan"))?;
         let addresses = Family::BOTH.map(|family| lab.node("worker1").underlay.ip(family));
         let status = json!({"tunnelAddresses": addresses.map(|a| a.to_string())});

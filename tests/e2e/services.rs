@@ -1,4 +1,4 @@
-//! Services: the host translates their addresses behind our program at the pod's interface, and what they become may be under a policy.
+//! Services: the host translates their addresses after our program at the pod's interface, and the result may be under a policy.
 
 use std::net::IpAddr;
 
@@ -59,7 +59,7 @@ fn answered(tcp: &TcpClients, udp: &UdpClients) -> Result<()> {
     udp.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 2)).map(drop)
 }
 
-/// Nothing of the selected pod's reaches the server behind service 10: it is dropped, and counted.
+/// Checks that nothing from the selected pod reaches the server behind service 10: it is dropped, and counted.
 fn no_way_to_the_outside(lab: &Lab, pod: &Pod, server: &Server) -> Result<()> {
     let capture = Capture::start(&server.ns, "eth0")?;
     let leaked = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| [TCP_PORT, UDP_PORT].contains(&to.port()));
@@ -107,14 +107,15 @@ fn service_bypass_no_packet_for_an_endpoint_outside_leaves_past_the_policy() {
                 use_service(&pod, family, 20, answered)?;
             }
             no_way_to_the_outside(lab, &pod, &server)?;
-            // What a headless Service names is under the policy.
+            // The endpoints of a headless Service are under the policy.
             wait_in_force(&pod, &server, &[10])?;
             Ok(())
         });
     }
 }
 
-/// docs/failures.md: service-bypass. A policy that lets its pods leave with the node's address lets them do so by a service.
+/// docs/failures.md: service-bypass. A policy that lets its pods leave with the node's address also lets them do so through
+/// a service.
 #[test]
 fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
     lab::require_root!();
@@ -136,7 +137,7 @@ fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
     });
 }
 
-/// docs/failures.md: service-bypass. The API server of a managed cluster is behind a Service, too, and no node.
+/// docs/failures.md: service-bypass. The API server of a managed cluster is also behind a Service, and is no node.
 #[test]
 fn service_bypass_is_none_of_connections_to_the_api_server() {
     lab::require_root!();

@@ -10,7 +10,7 @@ use crate::support::{
     PATIENCE, WEB, egress, gateways_where, policy, sources, start, wait_in_force, wait_refused, web, web_pod,
 };
 
-/// The most famous promise: of four gateways one is removed, and nobody else notices.
+/// The best-known promise: one of four gateways is removed, without effect on other flows.
 #[test]
 fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
     lab::require_root!();
@@ -55,7 +55,7 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
             }
         }
         assert!(stayed > 200, "{stayed} of 400");
-        // Connections of the removed egress IP are cut, never moved; the others notice nothing.
+        // Connections of the removed egress IP are cut, never moved; the others are not affected.
         let peers = tcp.source_of_flow();
         for all in clients {
             all.reset_pauses();
@@ -72,7 +72,7 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
             let all = egress(family, &[10, 11, 12, 13]);
             assert!(trace.strangers_towards(server.ips.ip(family), &all).is_empty());
         }
-        // And back: adding one moves nobody either.
+        // And back: adding one moves no flow either.
         let before = udp.flows();
         lab.manifests().write("web", &web(&[10, 11, 12, 13]))?;
         wait_in_force(&pod, &server, &[10, 11, 12, 13])?;
@@ -108,7 +108,7 @@ fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leav
         wait_in_force(&pod, &server, &[12])?;
         lab.relabel_node("gw3", &[])?;
         wait_refused(&pod, &server)?;
-        // Another node takes the place.
+        // Another node takes its place.
         lab.relabel_node("gw3", &[("place", "p1")])?;
         wait_in_force(&pod, &server, &[11])?;
         let trace = capture.finish()?;

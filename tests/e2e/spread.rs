@@ -50,7 +50,7 @@ fn three_thousand_flows_spread_evenly_over_three_gateways() {
             // Each egress IP comes from one gateway, each gateway has one.
             let mut macs: BTreeMap<IpAddr, BTreeSet<[u8; 6]>> = BTreeMap::new();
             for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
-                // What is left of the other family's connections may still arrive.
+                // Remaining packets of the other family's connections may still arrive.
                 let ours = |target: SocketAddr| target == SocketAddr::new(server.ips.ip(family), 80);
                 if let Some((source, _)) = packet.ports().filter(|(_, target)| ours(*target)) {
                     macs.entry(source.ip()).or_default().insert(packet.source_mac);
@@ -111,7 +111,7 @@ fn ecmp_split_flows_keep_their_egress_ip_while_the_weights_change() {
         for (port, (a, b, c)) in (7100..).zip([(100, 1, 1), (1, 100, 1), (1, 1, 100), (1, 1, 1)]) {
             let spec = format!("{WEB}{}", weighted(&[(10, a), (11, b), (12, c)]));
             lab.manifests().write("web", &policy("web", &spec))?;
-            // The new weights are in force when new connections follow them.
+            // The new weights are in force once new connections follow them.
             let weights = [f64::from(a), f64::from(b), f64::from(c)];
             for family in Family::BOTH {
                 let counts = || {
@@ -153,7 +153,8 @@ fn ways(capture: &Capture, target: SocketAddr) -> BTreeMap<SocketAddr, BTreeSet<
     ways
 }
 
-/// Waits until connections of `pod` to a port of `server1` leave by all gateways: not all carriers may be known at first.
+/// Waits until connections of `pod` to a port of `server1` leave through all gateways: not all carriers may be known at
+/// first.
 pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
     let server = lab.server("server1");
     let all: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();
@@ -166,7 +167,7 @@ pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
     wait_until("all gateways are used", PATIENCE, used, |used| *used == all).map(drop)
 }
 
-/// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it with one of them.
+/// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it if one of them fails.
 #[test]
 fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_flows() {
     lab::require_root!();
@@ -209,7 +210,7 @@ fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_fl
         let victim =
             victim.map(|node| (node.name.clone(), node.external_mac())).context("a gateway that is not the owner")?;
         lab.kill_node(&victim.0)?;
-        let after = wait_until("nothing leaves by the dead", PATIENCE, look, |ways| {
+        let after = wait_until("nothing leaves through the dead one", PATIENCE, look, |ways| {
             ways.len() == 200 && ways.values().all(|way| !way.contains(&victim.1))
         })?;
         for (flow, way) in &before {

@@ -39,7 +39,7 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         wait_in_force(&pod, &server, &[10])?;
         let capture = Capture::start(&server.ns, "eth0")?;
 
-        // No YAML; an unknown field; a value that a rule refuses.
+        // Invalid YAML; an unknown field; a value that a rule rejects.
         lab.manifests().write("web", "kind: [EgressGatewayPolicy\n  what: {")?;
         wait_problem(lab, &["web.yaml"])?;
         wait_in_force(&pod, &server, &[10])?;
@@ -51,7 +51,7 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         wait_problem(lab, &["web.yaml", "EgressGatewayPolicy", "web", "write a number from 1 to 100"])?;
         wait_in_force(&pod, &server, &[10])?;
 
-        // An agent and a controller that start now have the last good state too.
+        // An agent and a controller that start now also have the last good state.
         for name in ["worker1", "gw1"] {
             lab.agent(name).kill()?;
             lab.start_agent(name, &calm())?;
@@ -64,7 +64,7 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
             let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
             assert!(strangers.is_empty(), "{strangers:?}");
         }
-        // Everything else goes on: another policy comes meanwhile.
+        // Everything else continues: another policy is added meanwhile.
         let other =
             "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
         lab.manifests().write("api", &policy("api", &format!("{other}{}", gateways(&[12]))))?;
@@ -111,7 +111,7 @@ fn a_second_controller_stands_by_and_takes_over() {
         let capture = Capture::start(&server.ns, "eth0")?;
         let before = ["192.0.2.10", "192.0.2.11"].map(|name| lab.manifests().written("EgressIP", name));
 
-        // Frozen, not dead: when it wakes up, its lease is another's.
+        // Frozen, not dead: when it wakes up, another one has its lease.
         lab.controller("controller").freeze()?;
         lab.manifests().write("web", &web(&[10, 11, 12]))?;
         wait_in_force(&pod, &server, &[10, 11, 12])?;
@@ -120,7 +120,7 @@ fn a_second_controller_stands_by_and_takes_over() {
         lab.manifests().write("web", &web(&[10, 11]))?;
         wait_in_force(&pod, &server, &[10, 11])?;
         wait_for("progress", PATIENCE, || clients.wait_progress(3, PATIENCE).map(|()| true))?;
-        // Nobody's owner or epoch has changed by all that.
+        // None of this has changed any owner or epoch.
         let after = ["192.0.2.10", "192.0.2.11"].map(|name| lab.manifests().written("EgressIP", name));
         for (before, after) in before.iter().flatten().zip(after.iter().flatten()) {
             let of = |text: &str| {

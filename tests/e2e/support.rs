@@ -1,4 +1,4 @@
-//! What the end-to-end tests share: policies as text, a running Spillway, and questions to a server.
+//! What the end-to-end tests share: policies as text, a running Spillway, and queries to a server.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -10,7 +10,7 @@ use lab::traffic::{FragmentOrder, ServerMode, TcpClients, TcpOptions, TcpServer,
 use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
 use serde_json::Value;
 
-/// How long a condition may take that a loaded machine reaches in a second.
+/// How long to wait for a condition that a loaded machine reaches in a second.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// Several times the interval at which streams send.
 pub const QUIET: Duration = Duration::from_millis(300);
@@ -133,17 +133,17 @@ pub fn start_with(lab: &mut Lab, options: &StartOptions) -> Result<()> {
     lab.start_controller("controller", options)
 }
 
-/// The source addresses that the connections of one look had at a server, and how many each.
+/// The source addresses of connections at a server, and how many connections had each.
 pub type Sources = BTreeMap<IpAddr, usize>;
 
-/// Opens `count` connections at once and closes them. Those that are not established and answered in time are missing in
-/// the answer.
+/// Opens `count` connections at once and closes them. Those that are not established and answered in time are missing
+/// from the result.
 pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> Result<Sources> {
     sources_at(from, server, LOOK_PORT, family, count)
 }
 
-/// [`sources`] at another port of the server: a connection that has the addresses and ports of one a moment ago is the
-/// same flow, and keeps its egress IP unless the policy has changed since.
+/// [`sources`] at another port of the server: a connection with the addresses and ports of a recent one is the same
+/// flow, and keeps its egress IP unless the policy has changed since.
 pub fn sources_at(from: &NetNs, server: &Server, port: u16, family: Family, count: usize) -> Result<Sources> {
     let listening = TcpServer::start(&server.ns, &server.ips.both(port), ServerMode::Echo)?;
     let options =
@@ -154,7 +154,7 @@ pub fn sources_at(from: &NetNs, server: &Server, port: u16, family: Family, coun
         lab::traffic::ConnectionState::Open => one.received > 0,
         _ => true,
     };
-    // A connection that was cut between its handshake and its first record is never decided.
+    // A connection that was cut between its handshake and its first record stays undecided.
     let began = Instant::now();
     clients.wait("connections that are open or have failed", PATIENCE, |all| {
         all.len() == count && (all.iter().all(decided) || began.elapsed() > 2 * CONNECT)
@@ -164,7 +164,7 @@ pub fn sources_at(from: &NetNs, server: &Server, port: u16, family: Family, coun
     Ok(lab::traffic::tally(seen.iter().filter(|(id, _)| open.contains(id)).map(|(_, peer)| peer.ip())))
 }
 
-/// How many connections show all of `slots` egress IPs but once in a thousand times.
+/// How many connections show all of `slots` egress IPs in all but one of a thousand cases.
 fn enough(slots: usize) -> usize {
     8 + 12 * slots
 }
@@ -185,7 +185,8 @@ pub fn wait_in_force(pod: &Pod, server: &Server, hosts: &[u8]) -> Result<()> {
     Family::BOTH.into_iter().try_for_each(|family| wait_sources(&pod.ns, server, family, &egress(family, hosts)))
 }
 
-/// A running Spillway with [`web`] over these egress IPs in force for a pod on `worker1`: the pod, and the server.
+/// A running Spillway with [`web`] over these egress IPs in force for a pod on `worker1`. Returns the pod and the
+/// server.
 pub fn web_pod(lab: &mut Lab, hosts: &[u8]) -> Result<(Pod, Server)> {
     web_pod_with(lab, hosts, &calm())
 }
@@ -200,7 +201,7 @@ pub fn web_pod_with(lab: &mut Lab, hosts: &[u8], options: &StartOptions) -> Resu
     Ok((pod, server))
 }
 
-/// Forbids that what `pod` sends to `server` is forwarded, by a table of nftables named `denied`.
+/// Forbids forwarding what `pod` sends to `server`, by an nftables table named `denied`.
 pub fn forbid(ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
     ns.nft(&format!(
         "table inet denied {{
@@ -214,7 +215,7 @@ pub fn forbid(ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
     ))
 }
 
-/// Ends streams of datagrams: each that was sent has been answered, as it was sent.
+/// Ends streams of datagrams, and checks that each was answered unchanged.
 pub fn all_answered(flows: &[UdpClients]) -> Result<()> {
     flows.iter().for_each(|flows| flows.set_sending(false));
     for flows in flows {
@@ -235,7 +236,7 @@ pub fn wait_refused(pod: &Pod, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// The node that carries an egress IP, as its object says.
+/// The node that carries an egress IP, according to its object.
 pub fn owner(lab: &Lab, address: IpAddr) -> Option<String> {
     let text = lab.manifests().written("EgressIP", &object_name(address))?;
     scalar_after(text.split_once("\nstatus:")?.1, "node")
@@ -260,21 +261,21 @@ pub fn counter(lab: &Lab, node: &str, name: &str) -> Result<u64> {
     counters.get(name).copied().with_context(|| format!("egressctl stats on {node} has no {name}: {counters:?}"))
 }
 
-/// Whether a node's maps say that it answers ARP and NDP for an address.
+/// Whether a node answers ARP and NDP for an address, according to its maps.
 pub fn announces(lab: &Lab, node: &str, address: IpAddr) -> Result<bool> {
     let rows = lab.egressctl(node, &["ips"])?;
     let own = |row: &serde_json::Value| row["egressIp"] == address.to_string() && row["announced"] == true;
     Ok(rows["items"].as_array().into_iter().flatten().any(own))
 }
 
-/// All that a node's datapath and rules have dropped, by name.
+/// Everything that a node's datapath and rules have dropped, by name.
 pub fn drops(lab: &Lab, node: &str) -> Result<BTreeMap<String, u64>> {
     let mut counters = lab.counters(node)?;
     counters.retain(|name, _| name.starts_with("drop_"));
     Ok(counters)
 }
 
-/// Waits until an agent says whether programs of others may bring packets into its pods unseen.
+/// Waits until an agent reports whether foreign programs may bring packets into its pods unseen.
 pub fn wait_bypass(lab: &Lab, node: &str, is_there: bool) -> Result<()> {
     let told = || Ok(lab.egressctl(node, &["state"])?["agent"]["bypass"].clone());
     let what = format!("a way past the programs of {node}: {is_there}");
@@ -323,7 +324,7 @@ pub fn settings(lab: &Lab, node: &str) -> Result<Vec<u8>> {
     bytes.iter().map(byte).collect::<Option<Vec<u8>>>().with_context(|| format!("not bytes: {text}"))
 }
 
-/// A datagram of the pod is answered by large ones, whose fragments come in any order.
+/// Checks that large answers to a pod's datagram arrive, whose fragments come in any order.
 pub fn answers_in_fragments(pod: &Pod, server: &Server, family: Family) -> Result<()> {
     let open = |ns: &NetNs, at: SocketAddr| {
         let socket = ns.run(|| Ok(UdpSocket::bind(at)?))?;

@@ -1,4 +1,4 @@
-//! `egressctl trace`: what is told, and that looking changes nothing.
+//! `egressctl trace`: what it reports, and that tracing changes nothing.
 
 use anyhow::Result;
 use lab::process::Process;
@@ -26,7 +26,7 @@ fn trace(lab: &Lab, arguments: &[&str]) -> Result<Process> {
     Ok(tool)
 }
 
-/// Questions from the pod to the server in both families, and the answers.
+/// Queries from the pod to the server in both families, and the answers.
 fn stream(pod: &Pod, server: &Server) -> Result<(UdpServer, Vec<UdpClients>)> {
     let answering = UdpServer::start(&server.ns, &server.ips.both(53))?;
     let start = |family| UdpClients::start(&pod.ns, server.ips.at(family, 53), 10, UdpOptions::default());
@@ -48,9 +48,9 @@ fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet()
             assert_ne!(attached(lab)?, usual);
             let address = egress(family, &[10])[0];
             let opened = format!(" of {address}");
-            // A new connection, and what the outside says to it.
+            // A new connection, and the outside's answers.
             let told = wait_until(
-                "a connection is told of",
+                "a connection is reported",
                 PATIENCE,
                 || sources(&pod.ns, &server, family, 1).map(|_| tool.log()),
                 |log| {
@@ -105,7 +105,7 @@ fn trace_ends_with_its_agent_and_the_next_one_has_the_usual_programs() {
             }
             wait_for("the trace has ended", PATIENCE, || Ok(!tool.alive()?))?;
             assert!(tool.log().contains("the trace with it"), "{}", tool.log());
-            // Who is told to end puts the usual ones back; who dies leaves that to the next.
+            // An agent that is asked to stop restores the usual programs; if it dies, the next one does.
             assert_eq!(attached(lab)? != traced, gently);
             lab.start_agent("worker1", &calm())?;
             wait_until("usual programs", PATIENCE, || attached(lab), |now| now.len() == 1 && *now != traced)?;

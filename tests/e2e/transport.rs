@@ -1,5 +1,5 @@
-//! The ways between source nodes and gateways: each carries everything, `Auto` takes the best that works, falls back and
-//! returns, and no connection notices.
+//! The transports between source nodes and gateways: each carries everything, `Auto` takes the best that works, falls
+//! back and returns, without effect on connections.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -16,7 +16,7 @@ const HOSTS: [u8; 2] = [10, 11];
 /// The tunnel's UDP port.
 const TUNNEL_PORT: u16 = 8473;
 
-/// Probes as by default, so that a way that stops working is noticed, and a controller that takes nothing away.
+/// Default probes, so that a transport that stops working is noticed, and a controller that fails nothing over.
 fn auto() -> StartOptions {
     StartOptions::new().config("transport: Auto\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n")
 }
@@ -33,7 +33,7 @@ fn with_pod(builder: lab::Builder, options: &StartOptions, test: impl FnOnce(&mu
     });
 }
 
-/// Waits until worker1 sends to every gateway by this way.
+/// Waits until worker1 sends to every gateway by this transport.
 pub fn wait_transport(lab: &Lab, name: &str) -> Result<()> {
     let ways = || {
         let rows = lab.egressctl("worker1", &["gateways"])?;
@@ -45,10 +45,11 @@ pub fn wait_transport(lab: &Lab, name: &str) -> Result<()> {
     wait_until(&format!("transport {name}"), PATIENCE, ways, good).map(drop)
 }
 
-/// How many packets of each way are in a trace of an underlay interface: (in the tunnel, with an egress IP outside).
+/// How many packets of each transport are in a trace of an underlay interface: (in the tunnel, with an egress IP
+/// outside).
 fn forms(trace: &lab::Trace) -> (usize, usize) {
     let all: Vec<IpAddr> = Family::BOTH.iter().flat_map(|family| egress(*family, &HOSTS)).collect();
-    // Probes are no flow's: they have a port below all port blocks.
+    // Probes belong to no flow: they have a port below all port blocks.
     let flow = |packet: &&lab::Packet| packet.ports().is_none_or(|(from, to)| from.port() > 1023 || to.port() > 1023);
     let packets = || trace.packets().iter().filter(flow);
     let tunnelled = packets().filter(|packet| packet.ports().is_some_and(|(_, to)| to.port() == TUNNEL_PORT)).count();
@@ -56,7 +57,7 @@ fn forms(trace: &lab::Trace) -> (usize, usize) {
     (tunnelled, plain.count())
 }
 
-/// Bytes of UDP that fit one packet by any way, and that need several.
+/// Bytes of UDP that fit into one packet with any transport, and that need several.
 const SMALL: [usize; 2] = [64, 1380];
 const LARGE: usize = 4000;
 
@@ -73,7 +74,7 @@ fn echoed(pod: &Pod, server: &Server, family: Family, size: usize) -> Result<()>
     flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 2 && one.corrupted == 0)).map(drop)
 }
 
-/// The same without what comes in fragments.
+/// The same without fragments.
 fn most(pod: &Pod, server: &Server) -> Result<()> {
     let _tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
     let _bulk = BulkServer::start(&server.ns, &server.ips.both(5001))?;
@@ -107,7 +108,7 @@ fn carried(builder: lab::Builder, transport: &str, sent: &str) {
         }
         assert!(counter(lab, "worker1", sent)? > before + 100, "{sent}");
         if transport == "vxlan" && std::env::var_os("SPILLWAY_TEST_XDP").is_none() {
-            // Much data arrives merged, which this kernel cannot strip. Between cards, and with XDP, it does not.
+            // Bulk data arrives merged, which this kernel cannot strip. Between cards, and with XDP, it does not.
             let merged = |node: &str| counter(lab, node, "device_merged");
             assert!(merged("gw1")? + merged("gw2")? > 0);
         }
@@ -139,7 +140,7 @@ fn the_device_carries_everything() {
     carried(Lab::builder(), "device", "sent_tunnel");
 }
 
-/// docs/failures.md: large-answer. Some fragments of an answer fit the way between the nodes, others do not.
+/// docs/failures.md: large-answer. Some fragments of an answer fit into the path between the nodes, others do not.
 #[test]
 fn large_answer_all_fragments_of_an_answer_arrive_by_each_transport() {
     lab::require_root!();
@@ -150,11 +151,11 @@ fn large_answer_all_fragments_of_an_answer_arrive_by_each_transport() {
             wait_transport(lab, transport)?;
             if routed {
                 through_router(lab)?;
-                // The path between the nodes is another one, their probes know.
+                // The path between the nodes has changed, and their probes know.
                 wait_transport(lab, transport)?;
             }
             for family in Family::BOTH {
-                // The host answers the first packets that are too large for the tunnel with its size; the pod makes smaller ones then.
+                // The host answers the first packets that are too large for the tunnel with its size; the pod then makes smaller ones.
                 let first = Ping { size: 9_000, count: 2, ..Ping::default() };
                 ping(&pod.ns, server.ips.ip(family), &first)?;
                 // The smallest last fragment, whole ones only, and as much as a jumbo frame holds.
@@ -169,7 +170,7 @@ fn large_answer_all_fragments_of_an_answer_arrive_by_each_transport() {
     }
 }
 
-/// Lets worker and gateways reach each other through the router only.
+/// Lets worker and gateways reach each other only through the router.
 fn through_router(lab: &Lab) -> Result<()> {
     let router = lab::address::underlay(1);
     let worker = lab.node("worker1");
@@ -184,7 +185,7 @@ fn through_router(lab: &Lab) -> Result<()> {
 #[test]
 fn an_underlay_with_small_packets_is_kept_to() {
     lab::require_root!();
-    // What is too large for the way goes by the device, in fragments.
+    // What is too large for the path goes through the device, in fragments.
     carried(Lab::builder().underlay_mtu(1400), "vxlan", "sent_vxlan");
 }
 
@@ -197,7 +198,7 @@ fn tunnelled_packets_of_a_pod_take_the_device() {
         let capture = Capture::start(&server.ns, "eth0")?;
         for (family, inner) in [(Family::V4, 1), (Family::V6, 2)] {
             let remote = server.ips.ip(family);
-            // The kernel changes a tunnel's own checksum as if it were still to be summed, by whatever NAT.
+            // With any NAT, the kernel updates a tunnel's own checksum as if it were still to be filled in.
             let sums = "noudpcsum udp6zerocsumtx udp6zerocsumrx";
             pod.ns.ip(&[
                 format!("link add own{inner} type vxlan id {inner} remote {remote} dstport {PORT} dev eth0 {sums}"),
@@ -206,7 +207,7 @@ fn tunnelled_packets_of_a_pod_take_the_device() {
                 format!("neigh add 10.99.{inner}.2 lladdr 02:00:00:00:99:02 dev own{inner}"),
             ])?;
             let before = counter(lab, "worker1", "device_encapsulated")?;
-            // Only what leaves a checksum to the network card is marked as encapsulated.
+            // Only packets that leave a checksum to the network card are marked as encapsulated.
             let inside = SocketAddr::from(([10, 99, inner, 2], 7));
             let flow = UdpClients::start(&pod.ns, inside, 1, UdpOptions::default())?;
             wait_counter(lab, "worker1", "device_encapsulated", before + 3)?;
@@ -219,7 +220,7 @@ fn tunnelled_packets_of_a_pod_take_the_device() {
             let sources: Vec<IpAddr> = arrived.filter_map(|packet| Some(packet.ip()?.source)).collect();
             assert!(!sources.is_empty() && sources.iter().all(|ip| egress(family, &HOSTS).contains(ip)), "{sources:?}");
         }
-        // The capture takes no checksum at all for a wrong one over IPv6.
+        // The capture takes an absent checksum for a wrong one over IPv6.
         let wrong = trace.wrong_checksums();
         assert!(!wrong.packets().iter().any(|packet| packet.ip().is_some_and(|ip| ip.source.is_ipv4())));
         Ok(())
@@ -238,7 +239,7 @@ fn guard(lab: &Lab) -> Result<()> {
     )
 }
 
-/// Connections that go on over a change of the transport, in both directions.
+/// Checks that connections survive a change of the transport, in both directions.
 fn survive(lab: &mut Lab, pod: &Pod, server: &Server, change: impl FnOnce(&mut Lab) -> Result<()>) -> Result<()> {
     let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
     let mut all = Vec::new();
@@ -325,8 +326,8 @@ fn nodes_with_different_settings_understand_each_other() {
     });
 }
 
-/// What is larger than the way: a pod's packets become smaller ones in the host's stack. Nothing can be made of the answers in
-/// a tunnel over IPv6, which fragments nothing: they are dropped and counted, as far as the server does not send less.
+/// Packets larger than the path: the host's stack makes a pod's packets smaller. Answers cannot be fragmented in a tunnel over
+/// IPv6: they are dropped and counted, unless the server sends smaller ones.
 fn large_over_ipv6(lab: &Lab, pod: &Pod, server: &Server, family: Family, transport: &str) -> Result<()> {
     if transport == "direct" {
         return echoed(pod, server, family, LARGE);
@@ -346,7 +347,7 @@ fn large_over_ipv6(lab: &Lab, pod: &Pod, server: &Server, family: Family, transp
     Ok(())
 }
 
-/// Nodes that have IPv6 addresses only.
+/// Nodes that have only IPv6 addresses.
 #[test]
 fn an_ipv6_underlay_carries_both_families_by_each_transport() {
     lab::require_root!();

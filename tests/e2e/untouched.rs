@@ -14,14 +14,14 @@ use crate::support::{
     wait_sources, web,
 };
 
-/// The source that a connection from `client` has at `target` in `server`.
+/// The source address of a connection from `client` to `target` in `server`.
 fn source_seen(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
     let target = at(target, 7000);
     source_at(client, target, server, target, PATIENCE)
 }
 
-/// docs/failures.md: pod-net. With the address management of some CNIs and clouds no Node names its pods' networks; nobody names that of the
-/// Services either, but for a ServiceCIDR.
+/// docs/failures.md: pod-net. With the address management of some CNIs and clouds no Node names its pods' networks;
+/// only a ServiceCIDR names that of the Services.
 #[test]
 fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_configuration() {
     lab::require_root!();
@@ -54,7 +54,7 @@ fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_confi
             let masqueraded = lab.node("worker1").underlay.ip(family);
             assert_eq!(source_seen(&pod.ns, &service.ns, service.ips.ip(family))?, masqueraded, "to a Service");
         }
-        // One that comes later, and one that goes: its address is anybody's then.
+        // One that is added later, and one that is removed: its address is then an ordinary one.
         let late = lab.add_pod(PodSpec::new("late", "worker2"))?;
         let told = |lab: &Lab| Ok(lab.manifests().written("EgressNode", "worker2").unwrap_or_default());
         // Both addresses make one network.
@@ -65,16 +65,16 @@ fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_confi
             let question = ["explain", "--pod", "default/web", "--to", &to];
             let path = || Ok(lab.egressctl("worker1", &question)?.to_string());
             wait_until("the agent leaves it alone", PATIENCE, path, |path| path.contains("which no policy touches"))?;
-            assert_eq!(source_seen(&pod.ns, &late.ns, late.ips.ip(family))?, pod.ips.ip(family), "to a pod that came later");
+            assert_eq!(source_seen(&pod.ns, &late.ns, late.ips.ip(family))?, pod.ips.ip(family), "to a pod that was added later");
         }
         lab.remove_pod(&late.key())?;
-        wait_until("the controller names it no more", PATIENCE, || told(lab), |text| text.contains(&one))?;
+        wait_until("the controller no longer names it", PATIENCE, || told(lab), |text| text.contains(&one))?;
         wait_in_force(&pod, lab.server("server1"), &[10])
     });
 }
 
-/// docs/failures.md: ipvs. kube-proxy gives each node the addresses of all Services, on a dummy device, and sends on what comes for them.
-/// Nothing else names them.
+/// docs/failures.md: ipvs. kube-proxy gives each node the addresses of all Services, on a dummy device, and forwards what arrives for
+/// them. Nothing else names them.
 #[test]
 fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
     lab::require_root!();
@@ -117,7 +117,7 @@ fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
         start(lab)?;
         wait_in_force(&web, lab.server("server1"), &[10])?;
         for family in Family::BOTH {
-            assert_eq!(seen(family)?, web.ips.ip(family), "beside a policy for everything");
+            assert_eq!(seen(family)?, web.ips.ip(family), "next to a policy for everything");
         }
         for node in ["worker1", "worker2", "gw1"] {
             let told = lab.manifests().written("EgressNode", node).unwrap_or_default();
@@ -169,7 +169,7 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
             }
             let metadata: IpAddr = [169, 254, 169, 254].into();
             assert_eq!(source_seen(&pod.ns, &node.ns, metadata)?, pod.ips.v4, "to a link-local address");
-            // Nobody listens to these; what matters is that they do not enter the tunnel.
+            // Nothing listens to these; what matters is that they do not enter the tunnel.
             let scope = pod.ns.ifindex("eth0")?;
             pod.ns.run(|| {
                 let v4 = UdpSocket::bind("0.0.0.0:0")?;
@@ -182,15 +182,15 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
                 }
                 Ok(())
             })?;
-            // The control: what is for the outside does.
+            // The control: traffic for the outside does.
             wait_in_force(&pod, lab.server("server1"), &[10])?;
             let trace = tunnelled.finish()?;
             let outside: Vec<IpAddr> = ["server1", "far1"]
                 .iter()
                 .flat_map(|name| Family::BOTH.map(|family| lab.server(name).ips.ip(family)))
                 .collect();
-            // The node's own kernel reports its multicast groups on the device, from no address; there they end. Probes have
-            // a port below all port blocks.
+            // The node's own kernel reports its multicast groups on the device, from the unspecified address; the reports
+            // end there. Probes have a port below all port blocks.
             let from_somebody = |packet: &lab::Packet| packet.ip().is_some_and(|ip| !ip.source.is_unspecified());
             let probe = |packet: &lab::Packet| packet.ports().is_some_and(|(source, _)| source.port() < 1024);
             let sent = trace.filter(|packet| packet.outgoing && from_somebody(packet) && !probe(packet));
@@ -230,7 +230,8 @@ fn reply_inbound_replies_of_what_the_outside_opened_are_left_alone() {
                 assert_eq!(report.replies.len(), 3, "{report:?}");
             }
             assert_eq!((tcp.connections().len(), udp.flows().len()), (40, 40));
-            // The last resets and answers of what waited for the policy may arrive after the capture has begun.
+            // The last resets and answers of connections that waited for the policy may arrive after the capture has
+            // begun.
             let looked = |packet: &lab::Packet| packet.ports().is_some_and(|(_, target)| target.port() == LOOK_PORT);
             let trace = capture.finish()?.filter(|packet| !looked(packet));
             for family in Family::BOTH {
@@ -252,7 +253,8 @@ fn connections_that_are_older_than_the_policy_stay_on_their_path_or_are_cut() {
         let keep = lab.add_pod(PodSpec::new("keep", "worker1").label("app", "web"))?;
         let cut = lab.add_pod(PodSpec::new("cut", "worker1").label("app", "cut"))?;
         start(lab)?;
-        // The agent knows the pods before the policies come: a pod without any policy keeps its way out.
+        // The agent knows the pods before the policies are added: a pod without any policy keeps its path to the
+        // outside.
         let other = policy("other", &format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: other}}}}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]{}", gateways(&[12])));
         lab.manifests().write("other", &other)?;
         let witness = lab.add_pod(PodSpec::new("other", "worker1").label("app", "other"))?;

@@ -1,4 +1,4 @@
-//! Who it was and what would change, asked with `egressctl` while real flows live.
+//! `egressctl whois` and `diff`, while real flows are live.
 
 use std::process::Command;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,10 +11,11 @@ use serde_json::Value;
 
 use crate::support::{CALM, PATIENCE, web, web_pod, web_pod_with};
 
-/// How long ago is asked for: clocks are taken to differ by up to two seconds, and a log is written each second.
+/// How long ago the questions are about: clocks are assumed to differ by up to two seconds, and a log is written every
+/// second.
 const AGO: Duration = Duration::from_secs(4);
 
-/// A time as people write it.
+/// A time as users write it.
 fn ago(by: Duration) -> Result<String> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.saturating_sub(by).as_secs();
     let text = Command::new("date").args(["-u", "-d", &format!("@{seconds}"), "+%Y-%m-%dT%H:%M:%SZ"]).output()?.stdout;
@@ -48,7 +49,7 @@ fn whois_names_the_node_from_a_gateways_log_and_the_pod_from_its_living_flow() {
         assert_eq!(answer["flows"][0]["policy"], "web", "{answer}");
         assert_eq!(answer["nodes"][0]["node"], "worker1", "{answer}");
 
-        // A port that nobody has is nobody's, and a time without a zone is asked back.
+        // A free port has no holder, and a time without a zone is refused.
         let free = format!("{}:80", seen.rsplit_once(':').context("no port")?.0);
         assert_eq!(lab.egressctl("gw1", &["whois", &free])?["nodes"], Value::Array(Vec::new()));
         let refused = lab.egressctl_text("gw1", &["whois", &seen, "--at", "2026-11-25T14:03"]).unwrap_err();
@@ -69,7 +70,7 @@ fn whois_names_the_pod_of_a_flow_that_has_ended_when_the_pod_and_its_node_are_go
         wait_for("the server sees the flow", PATIENCE, || Ok(!streams.source_of_flow().is_empty()))?;
         let seen = streams.source_of_flow().values().next().context("nobody came")?.to_string();
 
-        // While it lives, the server need not be named: no flow of this node is missing in its log.
+        // While it is live, the server need not be named: no flow of this node is missing in its log.
         let mut at = String::new();
         let ask = || {
             at = ago(AGO)?;
@@ -88,7 +89,7 @@ fn whois_names_the_pod_of_a_flow_that_has_ended_when_the_pod_and_its_node_are_go
         let answer = wait_until("the flow has ended", PATIENCE, ask, over)?;
         assert_eq!(answer["podCertain"], true, "{answer}");
 
-        // Another node tells the same from the logs alone.
+        // Another node answers the same from the logs alone.
         assert_eq!(lab.counters("worker1")?["flow_log_lost"], 0);
         lab.kill_node("worker1")?;
         let logs = lab.state().to_string_lossy().into_owned();
@@ -139,7 +140,7 @@ fn diff_says_which_flows_would_break_before_a_change_is_applied() {
         clients.wait_progress(10, PATIENCE)?;
         assert!(streams.sources().keys().all(|address| *address == crate::support::egress(Family::V4, &[10])[0]));
 
-        // It was right.
+        // The prediction was right.
         lab.manifests().write("web", &web(&[11]))?;
         let stalled = || Ok(clients.wait_progress(10, Duration::from_secs(2)).is_err());
         wait_for("the connections break", PATIENCE, stalled)?;

@@ -1,5 +1,5 @@
-//! A gateway that sends packets on at the drivers of its interfaces (XDP): everything arrives as it does without, it is switched on and off under
-//! load, and it stays away from where it is not wanted.
+//! A gateway that forwards packets at the drivers of its interfaces (XDP): everything arrives as it does without, it is
+//! switched on and off under load, and it stays off where it is not wanted.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ fn builder() -> lab::Builder {
     Lab::builder().workers(1).gateways(1).far_servers(0)
 }
 
-/// Waits until the gateway says that its program is at exactly these drivers; what it says of the others.
+/// Waits until the gateway reports that its program is at exactly these drivers. Returns what it reports of the others.
 fn wait_native(lab: &Lab, expected: &[&str]) -> Result<String> {
     let told = || {
         let rows = lab.egressctl("gw1", &["gateways"])?;
@@ -37,7 +37,7 @@ fn wait_native(lab: &Lab, expected: &[&str]) -> Result<String> {
         Ok((names, row["whyNotBetter"].as_str().unwrap_or_default().to_owned()))
     };
     let what = format!("programs at the drivers of {expected:?}");
-    // An agent that has just started says nothing yet, and then that it is at no driver.
+    // An agent that has just started reports nothing yet, and then that it is at no driver.
     let settled = |(names, why): &(Vec<String>, String)| names == expected && (names.len() == 2 || !why.is_empty());
     Ok(wait_until(&what, PATIENCE, told, settled)?.1)
 }
@@ -95,7 +95,7 @@ fn packets_of_a_vlan_go_through_the_driver_programs_both_ways() {
             everything(&pod, &inside)?;
             let grown: Vec<u64> = counts()?.iter().zip(before).map(|(now, before)| now - before).collect();
             let [sent, forwarded, replied] = grown[..] else { unreachable!() };
-            // What is not sent at the driver are fragments, and in one direction it would be about half.
+            // Only fragments are not sent at the driver; one direction alone would be about half.
             assert!(replied > 1000 && sent > (forwarded + replied) * 9 / 10, "{grown:?}: {:?}", lab.counters("gw1")?);
             Ok(())
         });
@@ -151,7 +151,7 @@ fn foreign_xdp_programs_and_offloaded_vlan_tags_are_respected() {
     lab::require_root!();
     builder().cards().run(|lab| {
         let gateway = lab.node("gw1").ns.clone();
-        // What nobody sends is redirected, the rest passes.
+        // A foreign program that redirects only frames that nobody sends; the rest passes.
         let others = redirect(&gateway, ["eth0", "ext0"], (14, *b"none"))?;
         let (pod, server) = web_pod_with(lab, &HOSTS, &options("direct", "Native"))?;
         let why = wait_native(lab, &["ext0"])?;
@@ -163,7 +163,7 @@ fn foreign_xdp_programs_and_offloaded_vlan_tags_are_respected() {
         everything(&pod, &server)?;
         wait_counter(lab, "gw1", "xdp_sent", before)
     });
-    // Links as a veth has them: tags may come beside the frame.
+    // Links like a veth: tags may come outside the frame.
     builder().run(|lab| {
         web_pod_with(lab, &HOSTS, &options("direct", "Native"))?;
         if std::env::var_os("SPILLWAY_TEST_XDP").is_none() {

@@ -72,7 +72,7 @@ fn a_required_zone_serves_or_nothing_leaves() {
         lab.cut("gw1", Segment::Underlay)?;
         wait_refused(&near, &server)?;
         wait_in_force(&far, &server, &[11])?;
-        // What the policy says for that case: the node's address.
+        // The policy's setting for that case: the node's address.
         lab.manifests()
             .write("web", &(zoned("{mode: Require}").trim_end().to_owned() + "\n  onNoGateway: NodeIP\n"))?;
         for family in Family::BOTH {
@@ -80,7 +80,7 @@ fn a_required_zone_serves_or_nothing_leaves() {
         }
         lab.heal("gw1", Segment::Underlay)?;
         wait_in_force(&near, &server, &[10])?;
-        // The zone of an egress IP is that of its owner, as the node's labels say now.
+        // The zone of an egress IP is that of its owner, according to the node's present labels.
         let relabelled = [("kubernetes.io/hostname", "gw2"), ("egress", "true"), ("topology.kubernetes.io/zone", "a")];
         lab.relabel_node("gw2", &relabelled)?;
         wait_in_force(&near, &server, &[10, 11])

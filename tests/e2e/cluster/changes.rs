@@ -1,4 +1,4 @@
-//! Pods, labels and policies come, change and go.
+//! Pods, labels and policies are added, changed and removed.
 
 use anyhow::{Result, ensure};
 
@@ -32,7 +32,7 @@ fn destinations_and_policies_change(world: &InstalledCluster) -> Result<()> {
     world.wait_sources(pod, 1, &[world.plain(&pod.node)])?;
     world.policy("web", "web", "203.0.113.0/24", 2)?;
     world.wait_sources(pod, 1, &egress([10, 11]))?;
-    // A longer prefix of another policy wins, for its destination only.
+    // A longer prefix of another policy wins, only for its destination.
     world.policy("special", "web", "203.0.113.8/32", 1)?;
     world.wait_sources(pod, 1, &egress([12]))?;
     world.wait_sources(pod, 0, &egress([10, 11]))?;
@@ -48,7 +48,8 @@ fn address_reused(world: &InstalledCluster) -> Result<()> {
     world.policy("web", "web", "203.0.113.0/24", 1)?;
     let old = &pods[0];
     world.wait_sources(old, 0, &egress([10]))?;
-    // The bridge CNI gives addresses out in turn: its memory of the last one makes the next pod have the same again.
+    // The bridge CNI assigns addresses in turn: resetting its memory of the last one gives the next pod the same
+    // address.
     world.cluster.kubectl(&["delete", "deployment", "web", "--wait=true", "--cascade=foreground"])?;
     let mut shell = world.cluster.on_node(&old.node)?;
     let last: u8 = old.ip.octets()[3] - 1;

@@ -16,7 +16,7 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] =
     &[("export::whois_answers_from_a_bucket_for_a_pod_and_agents_that_are_gone", whois_answers_from_a_bucket)];
 
-/// Where the store listens, among the nodes.
+/// Where the store listens, in the nodes' network.
 const STORE: &str = "10.77.0.1:7070";
 const BUCKET: &str = "egress-logs";
 
@@ -71,7 +71,7 @@ fn whois_answers_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     world.cluster.apply(&secret.to_string())?;
     let result = told_from_a_bucket(world);
     world.cluster.kubectl(&["delete", "-n", "spillway", "secret/spillway-export"])?;
-    // What the tests after this one expect.
+    // As the tests after this one expect.
     world.cluster.kubectl(&["delete", "-n", "spillway", "configmap/spillway-config"])?;
     world.cluster.install(&world.manifests)?;
     world.roll_out("daemonset/spillway-agent")?;
@@ -92,9 +92,9 @@ fn told_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     let flows =
         wait_until("the server sees the flow", PATIENCE, || Ok(server.source_of_flow()), |all| !all.is_empty())?;
     let seen = flows.values().next().context("no flow")?;
-    // The name of a pod that goes within the second is not known any more when its flow is written down.
+    // The name of a pod that is removed within the second is no longer known when its flow is logged.
     let written = format!("grep -q ',{},' /var/lib/spillway/*/flows/*.journal", seen.port());
-    wait_for("the flow is written down", PATIENCE, || {
+    wait_for("the flow is logged", PATIENCE, || {
         Ok(world.cluster.on_node(&pod.node)?.args(["sh", "-c", &written]).status()?.success())
     })?;
     let seen = seen.to_string();
@@ -103,7 +103,7 @@ fn told_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     drop(client);
     world.cluster.kubectl(&["delete", "deployment", "web", "--wait=true", "--cascade=foreground"])?;
 
-    // The store is away while segments are finished: they wait for it.
+    // The store is unreachable while segments are finished: they wait for it.
     world.roll_out("daemonset/spillway-agent")?;
     let store = Store::start(world)?;
     wait_for("the bucket has the logs of the pod's node and of the gateway", PATIENCE, || {

@@ -13,7 +13,8 @@ use lab::{Capture, Trace, wait_for, wait_until};
 use crate::Test;
 use crate::world::{InstalledCluster, PATIENCE, egress};
 
-/// Those in which a lease lapses come first: once the API server was silent, gateways have as long again to renew theirs.
+/// Those in which a lease lapses come first: after a silence of the API server, gateways have one more lease duration to
+/// renew theirs.
 pub const TESTS: &[Test] = &[
     ("failures::a_gateway_is_frozen_and_thaws", a_gateway_is_frozen),
     ("failures::a_gateway_is_cut_off_and_comes_back", a_gateway_is_cut_off),
@@ -30,16 +31,17 @@ const WORKER: &str = "worker1";
 const EACH: usize = 20;
 /// New flows avoid a gateway from then on.
 const RECOVERY: Duration = Duration::from_secs(1);
-/// By then the controller has given egress IPs other owners: a lease of 15 s has lapsed.
+/// By then the controller has assigned egress IPs to other owners: a lease of 15 s has lapsed.
 const OWNERS: Duration = Duration::from_secs(25);
-/// The outside asks that often who has an egress IP, and is not without an answer for this long once another gateway answers.
+/// How often the outside asks who has an egress IP, and the longest time without an answer once another gateway answers.
 const ASK_EVERY: Duration = Duration::from_millis(50);
 const UNANSWERED: Duration = Duration::from_secs(1);
-/// Who answers alone for so long is the one who has it. Two may answer while it changes hands: each reads of it for itself.
+/// A gateway that answers alone for this long has it. Two may answer while it changes hands: each learns of it
+/// independently.
 const SETTLED: Duration = Duration::from_millis(700);
 const CONTESTED: Duration = Duration::from_millis(500);
 
-/// Pods, a policy in force, connections that go on, and what passes outside.
+/// Pods, a policy in force, lasting connections, and captures of what passes outside.
 struct Load {
     pods: Vec<ClusterPod>,
     target: SocketAddr,
@@ -59,7 +61,7 @@ impl Load {
         for pod in &pods {
             world.wait_sources(pod, 0, &egress(HOSTS))?;
         }
-        // Every gateway has one: owners settle before anything is done to them.
+        // Every gateway has one: owners settle before the failures begin.
         let spread = |owners: &BTreeMap<IpAddr, (String, u64)>| {
             owners.len() == COUNT && owners.values().map(|(node, _)| node).collect::<BTreeSet<_>>().len() == COUNT
         };
@@ -83,7 +85,7 @@ impl Load {
         Ok(load)
     }
 
-    /// Waits until the one that answered for an address first does so alone.
+    /// Waits until the first one that answered for an address does so alone.
     fn answered(&self, address: IpAddr) -> Result<()> {
         wait_for(&format!("one gateway answers for {address}"), PATIENCE, || {
             let all = terms(&self.captures[0].so_far(), address);
@@ -103,8 +105,8 @@ impl Load {
         self.clients.iter().try_for_each(|clients| clients.wait_progress(5, PATIENCE))
     }
 
-    /// What must hold after a gateway has gone at `since`: connections that begin a second later are made as if nothing had
-    /// been, the plan has other owners for all egress IPs in time, and what was established goes on.
+    /// Checks what must hold after a gateway has failed at `since`: connections that begin a second later are opened
+    /// normally, the plan has other owners for all egress IPs in time, and established connections continue.
     fn outlives(&self, world: &InstalledCluster, gone: &str, since: Instant) -> Result<()> {
         let target = SocketAddr::new(self.target.ip(), 81);
         let _server = TcpServer::start(&world.outside()?, &[target], ServerMode::Echo)?;
@@ -119,7 +121,7 @@ impl Load {
             let report = report?;
             ensure!(report.failures() == 0, "of {} new connections: {:?}", report.opened, report.failed);
             opened += report.opened;
-            // The first SYN is repeated after a second.
+            // The first SYN is retransmitted after a second.
             again += report.latencies.iter().filter(|latency| **latency > Duration::from_millis(900)).count();
         }
         eprintln!(
@@ -131,7 +133,8 @@ impl Load {
         self.progress()
     }
 
-    /// All connections are whole, and no packet had another address; what was captured outside.
+    /// Checks that all connections are intact, and that no packet had another address. Returns what was captured
+    /// outside.
     fn finish(self) -> Result<Trace> {
         drop(self.asker);
         for clients in self.clients {
@@ -157,7 +160,7 @@ struct Term {
     to: Instant,
 }
 
-/// Whoever answered for an address, in turn.
+/// Those that answered for an address, in order.
 fn terms(trace: &Trace, address: IpAddr) -> Vec<Term> {
     let claims = trace.packets().iter().filter_map(|packet| Some((packet.at, packet.claim()?)));
     let mut terms: Vec<Term> = Vec::new();
@@ -170,8 +173,8 @@ fn terms(trace: &Trace, address: IpAddr) -> Vec<Term> {
     terms
 }
 
-/// An address went from its gateway to another one and back, each time for good; while it changed hands two may have answered
-/// for a moment, and nobody for another.
+/// Checks that an address went from its gateway to another one and back, each time for good; while it changed hands, two may
+/// have answered for a moment, and nobody for another.
 fn one_answers(trace: &Trace, address: IpAddr) -> Result<()> {
     let all = terms(trace, address);
     let mut settled: Vec<&Term> = all.iter().filter(|term| term.to - term.from >= SETTLED).collect();
@@ -196,7 +199,7 @@ fn a_gateway_dies(world: &InstalledCluster) -> Result<()> {
     let load = Load::start(world)?;
     let (address, dead) = load.busy()?;
     world.cluster.kill_node(&dead)?;
-    // The machine's memory of its programs is not a real machine's: a dead one does not answer any more.
+    // Unlike on a real machine, the programs outlive the node here: a dead one must no longer answer.
     world.cluster.partition(&dead, true)?;
     load.outlives(world, &dead, Instant::now())?;
     for pod in &load.pods {
@@ -251,14 +254,15 @@ fn back(world: &InstalledCluster, address: IpAddr, node: &str) -> Result<()> {
     .map(drop)
 }
 
-/// docs/failures.md: deaf-restart. The agent of a gateway is killed meanwhile, and the next one has nobody to read objects from.
+/// docs/failures.md: deaf-restart. The agent of a gateway is killed meanwhile, and the next one has nowhere to read objects
+/// from.
 fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     // The kubelet starts a container at once only if it has not ended before: a gateway's agent may have died with its node.
     world.roll_out("daemonset/spillway-agent")?;
     let load = Load::start(world)?;
     let before = world.owners()?;
     let (address, node) = load.busy()?;
-    // A worker has no lease to renew: its watches are all that it hears.
+    // A worker has no lease to renew: it hears only its watches.
     let worker = node_address(world, WORKER)?;
     wait_connected(world, WORKER, worker, true)?;
     world.cluster.kill_api_server()?;
@@ -277,14 +281,14 @@ fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     wait_connected(world, WORKER, worker, false)?;
     world.cluster.start_api_server()?;
     wait_connected(world, WORKER, worker, true)?;
-    // A controller leads again and has looked at everything: a new policy is in force.
+    // A controller leads again and has read everything: a new policy is in force.
     world.leader()?;
     world.policy("later", "web", "203.0.113.8/32", 1)?;
     world.condition("later", "Ready", "True")?;
     load.progress()?;
     let mut after = world.owners()?;
     after.retain(|address, _| before.contains_key(address));
-    ensure!(before == after, "nothing moved while nobody could be seen: {before:?} {after:?}");
+    ensure!(before == after, "something moved while no gateway could be seen: {before:?} {after:?}");
     let pauses: Vec<Duration> =
         load.clients.iter().flat_map(TcpClients::connections).map(|one| one.longest_pause).collect();
     eprintln!("the_api_server_is_away: longest pause {:?}", pauses.iter().max());
@@ -300,7 +304,7 @@ fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// Leases last 15 s and are renewed each 5 s: nobody's lapses, and nobody is replaced.
+/// Leases last 15 s and are renewed every 5 s: none lapses, and no gateway is replaced.
 fn the_api_server_stalls(world: &InstalledCluster) -> Result<()> {
     let load = Load::start(world)?;
     let before = world.owners()?;
@@ -315,7 +319,7 @@ fn the_api_server_stalls(world: &InstalledCluster) -> Result<()> {
         world.wait_sources(pod, 1, &egress(HOSTS))?;
     }
     world.cluster.freeze_api_server(false)?;
-    // A controller leads again and has looked at everything: a new policy is in force.
+    // A controller leads again and has read everything: a new policy is in force.
     world.policy("later", "web", "203.0.113.8/32", 1)?;
     world.condition("later", "Ready", "True")?;
     load.progress()?;
@@ -335,7 +339,7 @@ fn the_api_server_stalls(world: &InstalledCluster) -> Result<()> {
     wait_connected(world, WORKER, worker, true)
 }
 
-/// Waits until the agent of a node says in its metrics whether the API server answers.
+/// Waits until the metrics of a node's agent show whether the API server answers.
 fn wait_connected(world: &InstalledCluster, node: &str, address: IpAddr, connected: bool) -> Result<()> {
     let ns = world.cluster.netns(node)?;
     let metrics = || ns.sh(&format!("curl -s --max-time 5 http://{address}:9473/metrics"));
@@ -371,7 +375,7 @@ fn the_leader_dies(world: &InstalledCluster) -> Result<()> {
         for number in 0..8 {
             world.policy(&format!("r{round}-{number}"), "web", "203.0.113.0/24", 2)?;
             if number == 4 {
-                // With writes under way: killed, not asked to end.
+                // With writes in flight: killed, not asked to end.
                 let arguments =
                     ["delete", "pod", "-n", "spillway", &pod, "--grace-period=0", "--force", "--wait=false"];
                 world.cluster.kubectl(&arguments)?;

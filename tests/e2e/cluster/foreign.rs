@@ -15,7 +15,7 @@ pub const TESTS: &[Test] = &[
     ("foreign::egresses_of_antrea_are_carried_out_and_have_their_status", egresses_of_antrea),
 ];
 
-/// Installs Spillway as its manifests say, with components.
+/// Installs Spillway from its manifests, with components.
 fn install_with(world: &InstalledCluster, components: &str) -> Result<()> {
     let copy = world.cluster.dir().join("manifests");
     if copy.exists() {
@@ -68,7 +68,7 @@ fn event(world: &InstalledCluster, kind: &str, name: &str, reason: &str) -> Resu
 }
 
 fn policies_of_cilium(world: &InstalledCluster) -> Result<()> {
-    // The kind may come later.
+    // The kind may be added later.
     install_with(world, "components/cilium")?;
     // Cilium's own definition: no status, no columns.
     let mut theirs: Value = serde_json::from_str(&definition(world, "ciliumegressgatewaypolicies")?)?;
@@ -110,7 +110,7 @@ spec:
         world.wait_sources(pod, 0, &egress([50]))?;
     }
     event(world, "CiliumEgressGatewayPolicy", "egress-sample", "Ready")?;
-    // Cilium leaves this out without a word.
+    // Cilium silently ignores this.
     policy("both", "egress: \"true\"\n    egressIP: 192.0.2.50\n    interface: eth1")?;
     let said = event(world, "CiliumEgressGatewayPolicy", "both", "Invalid")?;
     ensure!(said.contains("interface") && said.contains("egressIP"), "{said}");
@@ -127,7 +127,7 @@ spec:
     world.cluster.apply(&definition(world, "ciliumegressgatewaypolicies")?)?;
     world.cluster.kubectl(&["rollout", "restart", "-n", "spillway", "deployment/spillway-controller"])?;
     world.wait_installed()?;
-    wait_for("the columns tell", PATIENCE, || {
+    wait_for("the columns show it", PATIENCE, || {
         let rows = world.cluster.kubectl(&["get", "cegp"])?;
         let row = |name: &str| rows.lines().find(|row| row.starts_with(name)).unwrap_or_default().to_owned();
         let (served, refused) = (row("egress-sample"), row("both"));

@@ -19,11 +19,11 @@ pub const TESTS: &[Test] = &[
     ("install::the_daemonset_is_rolled_under_load", the_daemonset_is_rolled_under_load),
     ("install::a_job_says_beforehand_that_the_cluster_will_do", a_job_says_that_the_cluster_will_do),
     ("install::every_right_is_used_and_none_is_missing", every_right_is_used_and_none_is_missing),
-    // Rights go before agents do: what these are refused then is nobody's fault.
+    // Rights are removed before agents: refusals after that are no failures.
     ("install::uninstalling_leaves_every_node_clean_and_keeps_the_logs", uninstalling_leaves_every_node_clean),
 ];
 
-/// The Job of manifests/pre, as it is shipped: it has all rights that it needs, and fails nothing on this cluster.
+/// The Job of manifests/pre, as shipped: it has all rights that it needs, and reports no failure on this cluster.
 fn a_job_says_that_the_cluster_will_do(world: &InstalledCluster) -> Result<()> {
     let file = world.manifests.join("pre/check.yaml").display().to_string();
     let kubectl = |arguments: &[&str]| world.cluster.kubectl(arguments);
@@ -50,7 +50,7 @@ fn left_on(world: &InstalledCluster, node: &str, script: &str) -> Result<String>
     Ok(String::from_utf8(output.stdout)?.trim().to_owned())
 }
 
-/// As docs/install.md has it, by kubectl and by Helm.
+/// As in docs/install.md, with kubectl and with Helm.
 fn uninstalling_leaves_every_node_clean(world: &InstalledCluster) -> Result<()> {
     let manifests = world.manifests.display().to_string();
     let kubectl = || world.cluster.kubectl(&["delete", "-k", &manifests, "--wait=true", "--timeout=120s"]);
@@ -85,12 +85,12 @@ fn leaves_every_node_clean(world: &InstalledCluster, uninstall: impl FnOnce() ->
     let look = || nodes.iter().map(|node| Ok((*node, left_on(world, node, LEFT)?))).collect::<Result<BTreeMap<_, _>>>();
     wait_until("every node is clean", PATIENCE, look, |all| all.values().all(String::is_empty))?;
     left_on(world, nodes[0], "ls /var/lib/spillway")?;
-    // A pod that was selected goes on, as if there had never been a policy.
+    // A pod that was selected continues, as if there had never been a policy.
     world.wait_sources(&pods[0], 0, &[world.plain(&pods[0].node)])
 }
 
-/// Another CNI: flannel, with a VXLAN device of its own and masquerading, and kube-proxy with nftables. A policy for everything leaves what
-/// pods say to each other and to Services alone.
+/// Another CNI: flannel, with a VXLAN device of its own and masquerading, and kube-proxy with nftables. A policy for everything leaves
+/// traffic between pods and to Services alone.
 fn flannel_is_left_alone(world: &InstalledCluster) -> Result<()> {
     let world = world.beside_flannel()?;
     let pods = world.deploy("web", 2)?;
@@ -161,13 +161,13 @@ fn an_agent_may_not_write_for_another_node(world: &InstalledCluster) -> Result<(
     };
     let (done, error) = try_on("gateway1")?;
     ensure!(!done && error.contains("its own node"), "{error}");
-    // Its own object changes all the time, so that only the reason matters.
+    // Its own object changes all the time, so only the reason of the error matters.
     let (_, error) = try_on("worker1")?;
     ensure!(!error.contains("its own node") && !error.contains("orbidden"), "{error}");
     Ok(())
 }
 
-/// To another image, and back to the one before.
+/// Rolls to another image, and back to the previous one.
 fn the_daemonset_is_rolled_under_load(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 3)?;
     world.pool("public", 10, 12)?;
@@ -217,7 +217,7 @@ fn the_daemonset_is_rolled_under_load(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// Has all agents run an image, one after the other.
+/// Rolls all agents to an image, one after the other.
 fn roll(world: &InstalledCluster, image: &str) -> Result<()> {
     let image = format!("agent={image}");
     world.cluster.kubectl(&["set", "image", "-n", "spillway", "daemonset/spillway-agent", &image])?;
@@ -236,19 +236,19 @@ fn agents(world: &InstalledCluster) -> Result<BTreeMap<String, BTreeSet<String>>
     Ok(images)
 }
 
-/// What the API server noted of Spillway's requests is what the roles allow: nothing was refused, and nothing is unused.
+/// The audit log of Spillway's requests matches what the roles allow: nothing was refused, and no right is unused.
 fn every_right_is_used_and_none_is_missing(world: &InstalledCluster) -> Result<()> {
-    // Everything happens once: a controller takes over, addresses come and go, a node goes.
+    // Everything happens once: a controller takes over, addresses are added and removed, a node is removed.
     world.pool("public", 10, 12)?;
     world.policy("web", "web", "203.0.113.0/24", 2)?;
     world.condition("web", "Ready", "True")?;
     world.policy("web", "web", "203.0.113.0/24", 1)?;
     world.wait_owners(1, "")?;
     world.team("team-a", true)?;
-    // An agent makes its object anew when somebody has deleted it; one without a node is removed.
+    // An agent recreates its object when somebody has deleted it; one without a node is removed.
     world.cluster.kubectl(&["delete", "egn", "worker1", "--wait=false"])?;
     world.cluster.apply("{apiVersion: spillway.io/v1alpha1, kind: EgressNode, metadata: {name: nobody}, spec: {}}")?;
-    world.until("the object of no node is gone", &["egn"], |nodes| {
+    world.until("the object without a node is gone", &["egn"], |nodes| {
         let names =
             nodes["items"].as_array().into_iter().flatten().filter_map(|node| node["metadata"]["name"].as_str());
         let names: Vec<&str> = names.collect();
@@ -261,7 +261,7 @@ fn every_right_is_used_and_none_is_missing(world: &InstalledCluster) -> Result<(
             let granted = granted(world, account)?;
             Ok(granted.difference(&used).cloned().collect::<Vec<_>>())
         };
-        // A watch is noted when it ends, and series of events are rare: those need more patience than a test has.
+        // A watch is logged when it ends, and series of events are rare: these take longer than a test waits.
         let rest = |unused: &Vec<Right>| {
             unused.iter().all(|right| {
                 right.2 == "watch"
@@ -292,7 +292,7 @@ fn used(world: &InstalledCluster, account: &str) -> Result<(BTreeSet<Right>, BTr
             resource = format!("{resource}/{part}");
         }
         let right = (text(&object["apiGroup"]), resource, text(&event["verb"]));
-        // Other tests ask for what an agent may not do, as an agent.
+        // Other tests request, as an agent, what an agent may not do.
         let by_us = event["userAgent"].as_str().is_some_and(|agent| agent.starts_with("kubectl"));
         if by_us {
             continue;

@@ -2,8 +2,8 @@
 //! Deployments, the shipped roles, real packets.
 //!
 //! One cluster serves all tests, one after the other, so the harness is our own; it prints what Rust's does. `cargo xtask
-//! test cluster` builds what it needs and runs it; SPILLWAY_CLUSTER_BIN, SPILLWAY_IMAGE and SPILLWAY_NEXT_IMAGE say
-//! where that is.
+//! test cluster` builds what it needs and runs it; SPILLWAY_CLUSTER_BIN, SPILLWAY_IMAGE and SPILLWAY_NEXT_IMAGE name the
+//! results.
 
 mod changes;
 mod export;
@@ -24,7 +24,8 @@ use std::time::Instant;
 use anyhow::Result;
 use world::InstalledCluster;
 
-/// The tests that judge how fast a gateway is replaced, or that nothing is lost under load: each has the machine alone.
+/// The tests that check how fast a gateway is replaced, or that nothing is lost under load: each has the machine to
+/// itself.
 const ALONE: [&str; 3] = ["failures::a_gateway_", "maintenance::", "under_load"];
 
 type Test = (&'static str, fn(&InstalledCluster) -> Result<()>);

@@ -1,4 +1,4 @@
-//! What an operator does to gateways that live: nobody notices.
+//! What an operator does to live gateways, without effect on traffic.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -15,10 +15,10 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] = &[("maintenance::gateways_are_maintained_and_nothing_is_lost", gateways_are_maintained)];
 
 const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
-/// A SYN that is lost is sent again after a second: too late.
+/// A lost SYN is retransmitted after a second: too late.
 const BEFORE_SECOND_SYN: Duration = Duration::from_millis(900);
 
-/// Questions all the time, and new connections during each step.
+/// Continuous queries, and new connections during each step.
 struct Load {
     pods: Vec<ClusterPod>,
     questions: Vec<UdpClients>,
@@ -38,7 +38,7 @@ impl Load {
         Ok(Load { pods, questions, target, _servers: servers })
     }
 
-    /// Does something, and looks at what was lost from its beginning to its end.
+    /// Does something, and checks what was lost from its beginning to its end.
     fn during(&self, what: &str, step: impl FnOnce() -> Result<()>) -> Result<()> {
         let rate = ConnectRate { per_second: 100, timeout: BEFORE_SECOND_SYN, ..ConnectRate::default() };
         let syns_repeated = || self.pods.iter().map(|pod| syns_repeated(&pod.ns)).sum::<Result<u64>>();
@@ -52,7 +52,7 @@ impl Load {
             opened += report.opened;
         }
         let again = syns_repeated()? - before;
-        ensure!(again == 0, "{what}: {again} SYNs were sent twice");
+        ensure!(again == 0, "{what}: {again} SYNs were retransmitted");
         let answered: Result<Vec<u64>> = self.questions.iter().map(UdpClients::all_answered).collect();
         let answered =
             answered.with_context(|| format!("{what} lost packets of established flows"))?.iter().sum::<u64>();
@@ -88,7 +88,7 @@ fn gateways_are_maintained(world: &InstalledCluster) -> Result<()> {
     load.during("the label again", || {
         kubectl(&["label", "node", gateway, "egress=true"]).and_then(|()| settled(world))
     })?;
-    load.during("an agent that is told to stop", || {
+    load.during("an agent that is asked to stop", || {
         let field = format!("spec.nodeName={gateway}");
         let agents = ["-n", "spillway", "-l", "app.kubernetes.io/component=agent", "--field-selector", &field];
         kubectl(&[&["delete", "pod", "--wait=true"], &agents[..]].concat())?;
@@ -114,7 +114,7 @@ fn settled(world: &InstalledCluster) -> Result<()> {
     wait_until("each gateway has one egress IP", PATIENCE, || world.owners(), spread).map(drop)
 }
 
-/// Waits until an agent is ready on each node.
+/// Waits until one agent is ready on each node.
 fn one_agent_a_node(world: &InstalledCluster) -> Result<()> {
     wait_for("an agent is ready on each node", PATIENCE, || {
         let set = world.cluster.get(&["daemonset", "-n", "spillway", "spillway-agent"])?;

@@ -17,7 +17,7 @@ pub const TESTS: &[Test] =
 /// Second parts of the pods' addresses: those of a CNI with its own address management, and a range that is added to it later.
 const RANGES: [u8; 2] = [99, 98];
 const PORT: u16 = 7000;
-/// Longer than a SYN that is sent again.
+/// Longer than the retransmission of a SYN.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// docs/failures.md: pod-net.
@@ -47,7 +47,7 @@ fn are_left_alone(world: &InstalledCluster) -> Result<()> {
         world.wait_sources(pod, 0, &egress([10]))?;
     }
     let after = (seen(server.ip.into())?, seen(service)?);
-    ensure!(after == before, "the pod is seen as {after:?}, and was as {before:?}");
+    ensure!(after == before, "the pod is seen as {after:?}, and before as {before:?}");
     web.iter().try_for_each(|pod| world.reaches_the_api_server(pod))?;
 
     world.cluster.pods_from(Some(RANGES[1]))?;
@@ -55,7 +55,7 @@ fn are_left_alone(world: &InstalledCluster) -> Result<()> {
     for pod in web.iter().filter(|pod| pod.node != late.node) {
         let plain = world.plain(&pod.node);
         let look = || Ok(source(pod, &late, late.ip.into()).ok());
-        wait_until("a pod of a new range is reached as any", PATIENCE, look, |seen| *seen == Some(plain))?;
+        wait_until("a pod of a new range is reached like any other", PATIENCE, look, |seen| *seen == Some(plain))?;
         world.wait_sources(pod, 0, &egress([10]))?;
     }
     Ok(())
@@ -69,7 +69,7 @@ fn deploy(world: &InstalledCluster, app: &str, count: usize, range: u8) -> Resul
     Ok(pods)
 }
 
-/// The address that a pod has at another one, which it asks for at `to`.
+/// The source address that another pod sees of a pod, which asks it at `to`.
 fn source(pod: &ClusterPod, server: &ClusterPod, to: IpAddr) -> Result<IpAddr> {
     let [to, own] = [to, server.ip.into()].map(|ip| SocketAddr::new(ip, PORT));
     source_at(&pod.ns, to, &server.ns, own, TIMEOUT)

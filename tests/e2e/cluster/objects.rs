@@ -1,4 +1,4 @@
-//! What people see and write: columns, conditions, refusals, events.
+//! What users see and write: columns, conditions, refusals, events.
 
 use anyhow::{Result, ensure};
 
@@ -82,7 +82,7 @@ fn tenant_a_team_writes_its_own_policy(world: &InstalledCluster) -> Result<()> {
     };
     let (ready, refused) = (condition("Ready", "AsExpected"), condition("Degraded", "NotAllowed"));
     world.until("the team's policy is in force", &["egpol", "team", "-n", "team-a"], ready)?;
-    world.until("the other team learns why its is not", &["egpol", "team", "-n", "team-b"], refused)?;
+    world.until("the other team learns why its policy is not", &["egpol", "team", "-n", "team-b"], refused)?;
     world.until("in an event, too", &["events.events.k8s.io", "-n", "team-b"], |list| {
         let mut events = list["items"].as_array().into_iter().flatten();
         events.any(|event| event["regarding"]["kind"] == "EgressPolicy" && event["reason"] == "Degraded")
@@ -111,7 +111,8 @@ fn bad_objects_are_refused_with_a_remedy(world: &InstalledCluster) -> Result<()>
     Ok(())
 }
 
-/// An object of the version before is carried out as it is, is shown in both versions, and stays when only its status is written.
+/// An object of the previous version is carried out unchanged, is served in both versions, and stays when only its status is
+/// written.
 fn alpha_objects(world: &InstalledCluster) -> Result<()> {
     let policy = |version: &str| {
         format!(
@@ -143,7 +144,7 @@ fn exhaustion(world: &InstalledCluster) -> Result<()> {
     world.policy("second", "web", "203.0.113.8/32", 2)?;
     let (reason, message) = world.condition("second", "Degraded", "True")?;
     ensure!(message.contains("public"), "the pool is named: {reason}: {message}");
-    // The one that has all it asked for is not touched, and the other one uses what is left.
+    // The policy that has all it asked for is not touched, and the other one uses the rest.
     world.condition("first", "Degraded", "False")?;
     world.wait_sources(&pods[0], 1, &egress([12]))?;
     world.policy("first", "web", "203.0.113.7/32", 1)?;
@@ -174,7 +175,7 @@ fn every_example_applies_and_is_in_force(world: &InstalledCluster) -> Result<()>
     for policy in policies {
         world.condition(policy, "Ready", "True")?;
     }
-    // What the comments say: web has any of three, and its partner an address of its own; ledger one a pod; mail those that it
+    // As in the comments: web has any of three, and its partner an address of its own; ledger one per pod; mail those that it
     // names, by their weights.
     let (web, ledger, mail) = (world.deploy("web", 1)?, world.deploy("ledger", 3)?, world.deploy("mail", 1)?);
     world.wait_sources(&web[0], 0, &egress(10..=12))?;

@@ -1,4 +1,4 @@
-//! `kubectl spillway`: what one node's `egressctl` says, of all nodes of a cluster.
+//! `kubectl spillway`: what one node's `egressctl` reports, for all nodes of a cluster.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,7 +22,7 @@ pub const TESTS: &[Test] = &[
     ("plugin::promises_of_policies_are_tested_by_pods_and_a_server_outside", promises_are_tested),
 ];
 
-/// The plugin in a directory of PATH, as a user has it.
+/// The plugin in a directory of PATH, as users install it.
 struct Plugin(PathBuf);
 
 impl Plugin {
@@ -36,7 +36,7 @@ impl Plugin {
         Ok(command.arg("spillway").args(line.split(' ')).current_dir(&self.0).output()?)
     }
 
-    /// What a command prints that succeeds.
+    /// The output of a command, which must succeed.
     fn says(&self, line: &str) -> Result<String> {
         let Output { status, stdout, stderr } = self.run(line)?;
         ensure!(status.success(), "{line}: {status}: {}", String::from_utf8_lossy(&stderr));
@@ -107,7 +107,7 @@ fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the page at an address says all of this.
+/// Waits until the page at an address contains all of this.
 fn wait_page(ns: &NetNs, at: SocketAddr, wanted: &[&str]) -> Result<()> {
     ns.run(|| {
         let mut stream = TcpStream::connect(at)?;
@@ -158,11 +158,11 @@ fn what_flows_is_shown(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// A program until this is dropped.
+/// A program that runs until this is dropped.
 struct Running(Child);
 
 impl Running {
-    /// Starts it, and waits for a line on its stderr that says this.
+    /// Starts it, and waits for a line with this text on its stderr.
     fn start(mut command: Command, says: &str) -> Result<Running> {
         let mut running = Running(command.stderr(Stdio::piped()).spawn()?);
         let mut line = String::new();
@@ -214,7 +214,7 @@ fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
         ensure!(results.get(policy).is_some_and(|said| said.starts_with(result)), "{policy}: {results:?}");
     }
 
-    // As if somebody else translated what gateways send.
+    // As if another NAT translated what gateways send.
     let outside = world.outside()?;
     outside.nft(
         "table ip broken {\n chain in {\n type nat hook input priority 100;\n ip saddr 192.0.2.10-192.0.2.12 tcp dport 8474 snat to 192.0.2.99\n }\n}\n",

@@ -22,14 +22,14 @@ pub struct InstalledCluster {
     pub cluster: Cluster,
     pub manifests: PathBuf,
     pub image: PathBuf,
-    /// The same programs with another version on them: what an upgrade installs.
+    /// The same programs with another version number: what an upgrade installs.
     pub next_image: PathBuf,
-    /// Whether it is left up at the end.
+    /// Whether it is kept running at the end.
     kept: bool,
 }
 
 impl InstalledCluster {
-    /// Starts the cluster and installs Spillway; or says why these tests are skipped.
+    /// Starts the cluster and installs Spillway, or returns why these tests are skipped.
     pub fn open() -> Result<Result<InstalledCluster, String>> {
         if let Some(obstacle) = lab::skip::obstacle() {
             return Ok(Err(obstacle));
@@ -72,12 +72,12 @@ impl InstalledCluster {
         Ok(world)
     }
 
-    /// Removes what the test before left.
+    /// Removes what the previous test left.
     pub fn fresh(&self) -> Result<()> {
         let kubectl = |arguments: &[&str]| self.cluster.kubectl(arguments);
         kubectl(&["delete", "egp,eipp", "--all", "--wait=true"])?;
         kubectl(&["delete", "egpol", "--all", "-A", "--wait=true"])?;
-        // Clusters need not know these.
+        // Clusters need not have these.
         for foreign in ["ciliumegressgatewaypolicies.cilium.io", "egresses.crd.antrea.io,externalippools.crd.antrea.io"]
         {
             self.cluster.try_kubectl(&["delete", foreign, "--all", "--wait=true"])?;
@@ -92,7 +92,7 @@ impl InstalledCluster {
         self.until("no egress IP is left", &["egressips"], |list| list["items"] == Value::Array(Vec::new())).map(drop)
     }
 
-    /// What a person would look at when a test has failed.
+    /// What a developer would inspect after a test has failed.
     pub fn picture(&self) -> String {
         let mut picture = String::new();
         for arguments in [
@@ -116,7 +116,7 @@ impl InstalledCluster {
 
     /// Waits until objects, as kubectl returns them, are good.
     pub fn until(&self, what: &str, arguments: &[&str], good: impl Fn(&Value) -> bool) -> Result<Value> {
-        // A whole list of objects is no message.
+        // Not for a message: it is a whole list of objects.
         let mut last = Value::Null;
         wait_for(what, PATIENCE, || {
             last = self.cluster.get(arguments)?;
@@ -184,7 +184,7 @@ impl InstalledCluster {
         self.cluster.netns("out")
     }
 
-    /// How many of `count` new connections of a pod to a port of a server come from which address.
+    /// How many of `count` new connections of a pod to a port of a server come from each address.
     pub fn sources(&self, pod: &ClusterPod, server: usize, port: u16, count: usize) -> Result<BTreeMap<IpAddr, usize>> {
         let address = SocketAddr::new(SERVERS[server].parse()?, port);
         let echo = TcpServer::start(&self.outside()?, &[address], ServerMode::Echo)?;
@@ -213,7 +213,7 @@ impl InstalledCluster {
         Ok(object["spec"]["clusterIP"].as_str().context("a cluster IP")?.parse()?)
     }
 
-    /// Connects a pod to the API server by its Service.
+    /// Connects a pod to the API server through its Service.
     pub fn reaches_the_api_server(&self, pod: &ClusterPod) -> Result<()> {
         let service = SocketAddr::new(self.cluster_ip("kubernetes")?, 443);
         let connected = pod.ns.run(|| Ok(TcpStream::connect_timeout(&service, ANSWER)?));
@@ -232,7 +232,7 @@ impl InstalledCluster {
         Ok(self.cluster.egress_ips()?.into_iter().filter_map(owned).collect())
     }
 
-    /// Waits until so many egress IPs have owners, none of which is `not`.
+    /// Waits until this many egress IPs have owners, none of which is `not`.
     pub fn wait_owners(&self, count: usize, not: &str) -> Result<BTreeMap<IpAddr, (String, u64)>> {
         let good = |owners: &BTreeMap<IpAddr, (String, u64)>| {
             owners.len() == count && owners.values().all(|(node, _)| node != not)
@@ -254,14 +254,14 @@ impl InstalledCluster {
 impl Drop for InstalledCluster {
     fn drop(&mut self) {
         if self.kept {
-            eprintln!("the cluster is left up: {}", self.cluster.dir().display());
+            eprintln!("the cluster is kept running: {}", self.cluster.dir().display());
         } else if let Err(error) = self.cluster.down() {
             eprintln!("the cluster could not be removed: {error:#}");
         }
     }
 }
 
-/// Whether the cluster is left up, and the one that was left up is used again: while tests are written.
+/// Whether the cluster is kept running, and a kept one is reused: for writing tests.
 fn keep() -> bool {
     std::env::var_os("SPILLWAY_KEEP_CLUSTER").is_some()
 }

@@ -18,14 +18,15 @@ pub const TESTS: &[Test] = &[
 
 /// How long is counted.
 const COUNTED: Duration = Duration::from_secs(60);
-/// For how long nothing else is written when all is settled: agents say within 30 s what nobody waits for.
+/// How long nothing else is written once everything is settled: agents report within 30 s what nobody waits for.
 const SETTLED: Duration = Duration::from_secs(35);
-/// The same for what a pod costs at once, and for numbers of pods, which follow after 5 s.
+/// The same for the immediate writes for a pod, and for numbers of pods, which follow after 5 s.
 const QUIET: Duration = Duration::from_secs(10);
-/// Leases are renewed each 5 s; where the minute begins and ends decides on one more. With 0.5 s it was 120.
+/// Leases are renewed every 5 s; there may be one more or less, depending on where the minute begins. With 0.5 s it was
+/// 120.
 const RENEWALS: std::ops::RangeInclusive<usize> = 11..=13;
 
-/// What Spillway has written, from a byte of the audit log on: how often each object.
+/// What Spillway has written, from a byte offset of the audit log on: how often each object.
 fn written(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, usize>> {
     let log = std::fs::read_to_string(world.cluster.dir().join("audit.log"))?;
     let mut written = BTreeMap::new();
@@ -45,7 +46,7 @@ fn size(world: &InstalledCluster) -> Result<usize> {
     Ok(std::fs::metadata(world.cluster.dir().join("audit.log"))?.len().try_into()?)
 }
 
-/// Waits until only what is `usual` has been written for so long.
+/// Waits until only what is `usual` has been written for this long.
 fn wait_quiet(world: &InstalledCluster, length: Duration, usual: impl Fn(&str) -> bool) -> Result<()> {
     let mut quiet = (Instant::now(), size(world)?);
     wait_for("nothing unusual is written", Duration::from_secs(200), || {
@@ -56,8 +57,8 @@ fn wait_quiet(world: &InstalledCluster, length: Duration, usual: impl Fn(&str) -
     })
 }
 
-/// An application is on two workers, and comes to the third. Three gateways carry its two egress IPs, and none of them writes anything: that
-/// they know the new leases is in their answers to probes.
+/// An application is on two workers, and is added to the third. Three gateways carry its two egress IPs, and none of them writes anything:
+/// their answers to probes confirm the new leases.
 fn a_pod_more(world: &InstalledCluster) -> Result<()> {
     let is_lease = |write: &str| write.contains(" leases/");
     world.cluster.apply(
@@ -78,10 +79,11 @@ fn a_pod_more(world: &InstalledCluster) -> Result<()> {
     wait_quiet(world, QUIET, is_lease)?;
     let mut written = written(world, from)?;
     written.retain(|write, _| !is_lease(write));
-    // Who has more than twice its share now gives some of it back, which is another matter. The new node may tell already how full it is.
+    // A node that now has more than twice its share returns some of it, which does not matter here. The new node may already report how
+    // full it is.
     let gives_back = |write: &str| first.iter().any(|pod| write.contains(&format!("/{}", pod.node)));
     written.retain(|write, _| !gives_back(write) && *write != format!("update egressnodes/{}/status", new.node));
-    // What others give back may be leased to it in a second write.
+    // What others return may be leased to it in a second write.
     let lease = written.remove(&format!("update egressnodes/{}", new.node));
     ensure!(matches!(lease, Some(1 | 2)), "{} is leased blocks in {lease:?} writes", new.node);
     let mut counts = vec!["patch egressgatewaypolicies/web/status".to_owned()];
@@ -106,7 +108,7 @@ fn at_rest(world: &InstalledCluster) -> Result<()> {
     let leases = carriers.filter_map(Value::as_str).map(|node| format!("update leases/spillway-gateway-{node}"));
     let mut expected: BTreeSet<String> = leases.collect();
     expected.insert("update leases/spillway-controller".to_owned());
-    // What the tests before have left is settled then.
+    // The effects of earlier tests are settled then.
     wait_quiet(world, SETTLED, |write| expected.contains(write))?;
     let (from, start) = (size(world)?, Instant::now());
     wait_for("a minute passes", COUNTED * 2, || Ok(start.elapsed() >= COUNTED))?;
