@@ -61,7 +61,7 @@ impl Frr {
         command
     }
 
-    /// What a command of `vtysh` prints.
+    /// The output of a command of `vtysh`.
     pub fn show(&self, command: &str) -> Result<String> {
         output(self.vtysh().arg("-c").arg(command))
     }

@@ -1,8 +1,8 @@
-//! What a pinned program costs for each packet, by `BPF_PROG_TEST_RUN`, next to a program that does nothing.
+//! The cost of a pinned program per packet, by `BPF_PROG_TEST_RUN`, compared with a program that does nothing.
 //!
 //! A program changes the packet that it is run on, so running it again would be another case. A small program in front of
-//! it puts the packet back before each run, gives it a tunnel key if it needs one, and hands over by a tail call; the same
-//! program in front of an empty one is what is subtracted. Raw system calls: the lab has no eBPF library.
+//! it restores the packet before each run, gives it a tunnel key if it needs one, and hands over by a tail call. The cost
+//! of the same program in front of an empty one is subtracted. Raw system calls: the lab has no eBPF library.
 
 pub(crate) mod code;
 
@@ -48,41 +48,41 @@ const SKB_IFINDEX: usize = 40;
 const SKB_DATA: i16 = 76;
 const SKB_DATA_END: i16 = 80;
 const SKB_LEN: usize = 192;
-/// The size of `struct bpf_tunnel_key`, and where the address of the other end lies in it when it is an IPv4 one.
+/// The size of `struct bpf_tunnel_key`, and the offset of the other end's address in it, for IPv4.
 const KEY_LEN: usize = 44;
 const KEY_LOCAL: usize = 28;
-/// Calls that let the processor finish what was written: reading a word out of two that are still on their way to the cache
-/// takes longer than reading a packet that was there before.
+/// Calls that let the processor finish its writes: reading a word that spans two unfinished writes takes longer than
+/// reading a packet that is already in the cache.
 const DRAIN: usize = 4;
 const ETHERNET: usize = 14;
 
-/// The verdict of a program that sends a packet on (`TC_ACT_REDIRECT`).
+/// The verdict of a program that forwards a packet (`TC_ACT_REDIRECT`).
 pub const REDIRECT: u32 = 7;
 
-/// The verdict of a program that leaves a packet to whoever comes next (`TCX_NEXT`).
+/// The verdict of a program that leaves a packet to the next program (`TCX_NEXT`).
 pub const NEXT: u32 = u32::MAX;
 
-/// A packet, and where it meets the program.
+/// A packet, and where it arrives at the program.
 #[derive(Clone, Debug)]
 pub struct Shot {
     /// The frame.
     pub frame: Vec<u8>,
     /// The interface at which it arrives.
     pub ifindex: u32,
-    /// The outer source address and the network identifier that a tunnel device has taken off.
+    /// The outer source address and the network identifier that a tunnel device has stripped.
     pub tunnel: Option<(Ipv4Addr, u32)>,
-    /// What the program must say of it: [`REDIRECT`] or [`NEXT`].
+    /// The program's expected verdict: [`REDIRECT`] or [`NEXT`].
     pub verdict: u32,
 }
 
-/// What a program has the kernel do with the tunnel's header of a packet.
+/// What a program makes the kernel do with the tunnel's header of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Header {
-    /// Reads what the tunnel device took off.
+    /// Reads what the tunnel device stripped.
     ReadKey,
     /// Tells the tunnel device what to write.
     SetKey,
-    /// Makes room for it (positive) or takes it away (negative): bytes, and the flags of `bpf_skb_adjust_room`.
+    /// Makes room for it (positive) or removes it (negative): bytes, and the flags of `bpf_skb_adjust_room`.
     Room(i32, u64),
 }
 
@@ -91,7 +91,7 @@ pub enum Header {
 pub struct Cost {
     /// Beyond an empty program.
     pub whole: f64,
-    /// Beyond one that does with the tunnel's header what this one does, and nothing else.
+    /// Beyond one that only handles the tunnel's header as this one does.
     pub without_header: Option<f64>,
 }
 
@@ -115,8 +115,8 @@ impl Program {
         Ok(Program(attr.call_fd(PROG_FD_BY_ID).context("cannot open a link's program")?))
     }
 
-    /// What it costs: medians over `samples`, each of `repeat` runs, this program and those beside it in turns. Every run must
-    /// end with the shot's verdict.
+    /// What it costs: medians over `samples`, each of `repeat` runs, this program and those that it is compared with in turns.
+    /// Every run must end with the shot's verdict.
     pub fn cost(&self, ns: &NetNs, shot: &Shot, header: Option<Header>, repeat: u32, samples: usize) -> Result<Cost> {
         let (front, nothing) = (Front::new(shot, &self.0)?, Front::new(shot, &beside(shot, None)?)?);
         let header = header.map(|header| Front::new(shot, &beside(shot, Some(header))?)).transpose()?;
@@ -136,12 +136,12 @@ impl Program {
     }
 }
 
-/// The memory of a pinned map, as the kernel accounts for it: of a map that grows, with the entries that it has.
+/// The memory of a pinned map, as the kernel accounts for it: for a growing map, with its present entries.
 pub fn map_bytes(pin: &Path) -> Result<u64> {
     about(&pinned(pin)?, "memlock").with_context(|| format!("{}", pin.display()))
 }
 
-/// How many entries a pinned map has that is not an array. One that changes meanwhile is counted approximately.
+/// How many entries a pinned map (not an array) has. One that changes meanwhile is counted approximately.
 pub fn map_entries(pin: &Path) -> Result<usize> {
     let map = pinned(pin)?;
     let size = about(&map, "key_size").with_context(|| format!("{}", pin.display()))? as usize;
@@ -161,7 +161,7 @@ pub fn map_entries(pin: &Path) -> Result<usize> {
     }
 }
 
-/// Puts `count` entries into a pinned hash map: keys that all differ, values of zeros.
+/// Puts `count` entries into a pinned hash map: distinct keys, zero values.
 pub fn fill_map(pin: &Path, count: u32) -> Result<()> {
     let map = pinned(pin)?;
     let size = |what| about(&map, what).map(|size| vec![0u8; size as usize]);
@@ -194,7 +194,7 @@ pub(crate) fn number(map: &OwnedFd) -> Result<u64> {
     Ok(unsafe { value.as_ptr().read_volatile() })
 }
 
-/// What the kernel tells about a map's descriptor.
+/// What the kernel reports about a map's descriptor.
 fn about(map: &OwnedFd, what: &str) -> Result<u64> {
     let path = format!("/proc/self/fdinfo/{}", map.as_raw_fd());
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
@@ -249,7 +249,7 @@ impl Front {
     }
 }
 
-/// A program that has this verdict, and does nothing else but this with the tunnel's header.
+/// A program that has this verdict, and only does this with the tunnel's header.
 fn beside(shot: &Shot, header: Option<Header>) -> Result<OwnedFd> {
     let mut code = vec![copy(CONTEXT, 1)];
     let at = -(KEY_LEN as i16) - 4;
@@ -271,12 +271,12 @@ fn beside(shot: &Shot, header: Option<Header>) -> Result<OwnedFd> {
             code.extend([mov(2, bytes), mov(3, ROOM_MAC)]);
             code.extend([instruction(LOAD_LONG, 4, 0, 0, low), instruction(0, 0, 0, 0, high), call(ADJUST_ROOM)]);
             if bytes < 0 {
-                // What the card said of the outer checksum goes with the header.
+                // The card's result for the outer checksum is removed with the header.
                 then.extend([copy(1, CONTEXT), mov(2, LEVEL_DOWN), call(CSUM_LEVEL)]);
             }
         }
     }
-    // What the kernel refuses is the verdict.
+    // If the kernel refuses, its error is the verdict.
     then.push(mov(0, shot.verdict as i32));
     code.push(instruction(JUMP_IF_NOT, 0, 0, then.len() as i16, 0));
     code.extend(then);
@@ -285,7 +285,7 @@ fn beside(shot: &Shot, header: Option<Header>) -> Result<OwnedFd> {
 }
 
 fn front(shot: &Shot, targets: &OwnedFd) -> Result<Vec<u64>> {
-    let length = i16::try_from(shot.frame.len()).context("a frame that is too long to be put back")?;
+    let length = i16::try_from(shot.frame.len()).context("a frame that is too long to be restored")?;
     ensure!(length >= ETHERNET as i16, "a frame without an Ethernet header");
     let mut restore = vec![copy(CONTEXT, 1), load_word(DATA, 1, SKB_DATA), load_word(3, 1, SKB_DATA_END)];
     let bytes: Vec<u64> =
@@ -297,7 +297,7 @@ fn front(shot: &Shot, targets: &OwnedFd) -> Result<Vec<u64>> {
     if let Some((source, id)) = shot.tunnel {
         let mut key = [0; KEY_LEN];
         key[..4].copy_from_slice(&id.to_ne_bytes());
-        // What a device has received carries its sender where a packet to be sent carries the local address.
+        // A received packet has its sender where a packet to be sent has the local address.
         key[KEY_LOCAL..KEY_LOCAL + 4].copy_from_slice(&source.to_bits().to_ne_bytes());
         let at = -(KEY_LEN as i16) - 4;
         code.extend(store(FP, at, &key));

@@ -37,7 +37,7 @@ impl Browser {
         let process = Process::start(DRIVER, None, command, &lab.dir().join("logs"))?;
         let mut browser = Browser { ns: ns.clone(), session: String::new(), _process: process };
         wait_for("chromedriver listens", START, || Ok(browser.request("GET", "/status", None).is_ok()))?;
-        // Root's Chromium starts without its sandbox only.
+        // As root, Chromium only starts without its sandbox.
         let arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"];
         let arguments: Vec<String> =
             arguments.into_iter().map(str::to_owned).chain([format!("--window-size={width},{height}")]).collect();
@@ -52,7 +52,7 @@ impl Browser {
         self.of_session("POST", "url", Some(&json!({"url": url}))).map(drop)
     }
 
-    /// What a script returns that runs in the page.
+    /// Runs a script in the page. Returns its result.
     pub fn run(&self, script: &str) -> Result<Value> {
         self.of_session("POST", "execute/sync", Some(&json!({"script": script, "args": []})))
     }

@@ -1,4 +1,4 @@
-//! Running short programs: their output, or an error that carries what they printed.
+//! Runs short programs, and returns their output or an error with what they printed.
 
 use std::io::Write;
 use std::process::{Command, Output, Stdio};
@@ -25,7 +25,7 @@ pub fn ask(command: &mut Command, input: &str) -> Result<String> {
         .spawn()
         .with_context(|| not_started(command))?;
     if let Some(mut stdin) = child.stdin.take() {
-        // The program may end before it has read everything; its exit status tells why.
+        // The program may end before it has read everything; its exit status shows why.
         stdin.write_all(input.as_bytes()).ok();
     }
     check(command, child.wait_with_output()?)

@@ -39,7 +39,7 @@ const CONTEXT_LEN: usize = 24;
 const CONTEXT_DATA_END: usize = 4;
 const CONTEXT_IFINDEX: usize = 12;
 
-/// A program at a driver; gone when dropped.
+/// A program at a driver; detached when dropped.
 #[derive(Debug)]
 pub struct Attached(#[expect(dead_code, reason = "the link goes with its descriptor")] OwnedFd);
 
@@ -113,7 +113,7 @@ impl Sink {
     }
 }
 
-/// Sends one frame again and again.
+/// Sends one frame repeatedly.
 #[derive(Debug)]
 pub struct Generator {
     program: OwnedFd,
@@ -121,7 +121,7 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// One for this frame. It is written anew each time: the kernel uses the memory again as it was left.
+    /// Makes one for this frame. The program rewrites it each time, since the kernel reuses the memory as it was left.
     pub fn new(frame: &[u8]) -> Result<Generator> {
         let bytes: Vec<u64> = store(DATA, 0, frame).collect();
         let mut code = vec![load_word(DATA, 1, XDP_DATA), load_word(3, 1, XDP_DATA_END), copy(4, DATA)];
@@ -132,7 +132,7 @@ impl Generator {
         Ok(Generator { program: load_as(PROG_TYPE_XDP, &code)?, frame: frame.to_vec() })
     }
 
-    /// Sends so many out of an interface: whoever is at its other end receives them.
+    /// Sends this many out of an interface: the other end receives them.
     pub fn send(&self, ns: &NetNs, interface: &str, count: u32) -> Result<()> {
         let mut context = [0u8; CONTEXT_LEN];
         let length = (self.frame.len() as u32).to_ne_bytes();

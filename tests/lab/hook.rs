@@ -1,4 +1,4 @@
-//! Small eBPF programs at an interface's hooks, as other software on a node puts them there. TCX needs Linux 6.6.
+//! Small eBPF programs at an interface's hooks, as other software on a node attaches them. TCX needs Linux 6.6.
 //!
 //! They are written as instructions and loaded by plain system calls, so that the lab needs no compiler and no library.
 
@@ -28,9 +28,9 @@ pub enum HookAction {
     Next,
     /// Ends the chain: the packet passes, and no later program sees it (`TCX_PASS`).
     End,
-    /// Puts it into the namespace at the other end of this veth (`bpf_redirect_peer`), by its index.
+    /// Delivers it to the namespace at the other end of this veth (`bpf_redirect_peer`), by its index.
     ToPeer(u32),
-    /// Sends IP packets for global addresses out of this interface, by the routing table (`bpf_redirect_neigh`), as a CNI does that
+    /// Sends IP packets for global addresses out of this interface, by the routing table (`bpf_redirect_neigh`), like a CNI that
     /// routes by itself; leaves others to the next program.
     ToNeighbour(u32),
     /// Drops it (`TCX_DROP`).
@@ -42,9 +42,9 @@ pub enum HookAction {
 /// Where among the programs at a hook.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChainPosition {
-    /// Before all that are there.
+    /// Before all existing ones.
     First,
-    /// Behind all that are there.
+    /// After all existing ones.
     Last,
 }
 
@@ -53,7 +53,8 @@ pub enum ChainPosition {
 pub enum Means {
     /// By a TCX link.
     Tcx,
-    /// As a filter of a clsact qdisc. The qdisc is made if there is none, and stays. TCX programs see packets before every filter.
+    /// As a filter of a clsact qdisc. The qdisc is created if there is none, and stays. TCX programs see packets before every
+    /// filter.
     Clsact,
 }
 
@@ -62,7 +63,7 @@ impl Means {
     pub const BOTH: [Means; 2] = [Means::Tcx, Means::Clsact];
 }
 
-/// An attached program. It goes when this is dropped.
+/// An attached program. It is detached when this is dropped.
 #[derive(Debug)]
 pub enum Hooked {
     /// By a link.
@@ -71,11 +72,11 @@ pub enum Hooked {
     Filter(Filter),
 }
 
-/// A filter of a clsact qdisc. It goes when this is dropped.
+/// A filter of a clsact qdisc. It is removed when this is dropped.
 #[derive(Debug)]
 pub struct Filter {
     ns: NetNs,
-    /// What `tc filter` calls it: interface, side, priority and handle.
+    /// Its name for `tc filter`: interface, side, priority and handle.
     name: String,
 }
 
@@ -94,7 +95,7 @@ struct Instruction(u8, u8, i16, i32);
 const MOVE: u8 = 0xb7;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
-/// Conditional jumps: of 64 bits where equal or not equal, of 32 where not equal, to an immediate.
+/// Conditional jumps by comparison with an immediate: 64 bits if equal or not equal, 32 bits if not equal.
 const IF_EQUAL: u8 = 0x15;
 const UNLESS_EQUAL: u8 = 0x55;
 const UNLESS_EQUAL_32: u8 = 0x56;
@@ -127,7 +128,7 @@ const XDP_PROGRAM: u32 = 6;
 const XDP: u32 = 37;
 /// `XDP_PASS`.
 const XDP_PASS: i32 = 2;
-/// `XDP_FLAGS_SKB_MODE`: any device has it.
+/// `XDP_FLAGS_SKB_MODE`: any device supports it.
 const GENERIC: u32 = 1 << 1;
 const BEFORE: u32 = 1 << 3;
 const AFTER: u32 = 1 << 4;
@@ -164,7 +165,7 @@ struct Pin {
     flags: u32,
 }
 
-/// Attaches a program that does `action`, before all that are there.
+/// Attaches a program that does `action`, before all existing ones.
 pub fn hook(ns: &NetNs, interface: &str, side: Side, action: HookAction) -> Result<Hooked> {
     hook_at(ns, interface, side, action, ChainPosition::First)
 }
@@ -184,7 +185,7 @@ pub fn hook_by(
     }
 }
 
-/// Attaches a program that does `action`, as a filter. Of all filters of priority 1 the latest is the first.
+/// Attaches a program that does `action`, as a filter. Of all filters of priority 1, the newest is the first.
 fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Filter> {
     static HANDLE: AtomicU32 = AtomicU32::new(1);
     let program = load(side, action).context("cannot load a program")?;
@@ -316,7 +317,7 @@ fn to_neighbour(index: u32) -> Vec<Instruction> {
 }
 
 fn masquerade(from: Ipv4Addr, to: Ipv4Addr) -> Vec<Instruction> {
-    // As they lie in the frame.
+    // As they are in the frame.
     let [from, to] = [from, to].map(|address| i32::from_ne_bytes(address.octets()));
     let checksum = |helper, offset, flags| {
         [
@@ -353,12 +354,12 @@ fn masquerade(from: Ipv4Addr, to: Ipv4Addr) -> Vec<Instruction> {
 
 fn bpf<T>(command: i64, attributes: &T) -> io::Result<OwnedFd> {
     let fd = call(command, attributes)?;
-    // SAFETY: fd is open and nobody else's.
+    // SAFETY: fd is open and owned by nobody else.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 fn call<T>(command: i64, attributes: &T) -> io::Result<i32> {
-    // SAFETY: the attributes have the layout that the command wants, and what they point to lives until it returns.
+    // SAFETY: the attributes have the layout that the command expects, and what they point to lives until it returns.
     let result = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(attributes), size_of::<T>()) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
 }

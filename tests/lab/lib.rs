@@ -1,9 +1,9 @@
 //! Topologies, captures and traffic that demo, tests and benchmark share.
 //!
 //! A [`topology::Lab`] is a small cluster made of network namespaces; [`process`] runs Spillway's programs in it,
-//! [`traffic`] makes pods talk to the outside, [`capture`] sees what passes, [`wait`] waits for conditions. The lab knows
-//! Spillway only as programs to start: it depends on none of its crates. Needs root, `ip` and `nft`; programs that may run
-//! elsewhere begin with [`require_root!`].
+//! [`traffic`] makes pods exchange traffic with the outside, [`capture`] records what passes, [`wait`] waits for
+//! conditions. To the lab, Spillway is only programs to start: it depends on none of its crates. Needs root, `ip` and
+//! `nft`; programs that may run elsewhere begin with [`require_root!`].
 //!
 //! ```no_run
 //! use std::time::Duration;

@@ -1,6 +1,6 @@
-//! Who has the machine: tests share it, and a test that makes load or is strict about time has it alone.
+//! Shares the machine between tests: a test that makes load or is strict about time has it alone.
 //!
-//! The shares are locks of a file, so that test binaries that run side by side keep to them too.
+//! The shares are locks of a file, so that test binaries that run in parallel also respect them.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -10,16 +10,16 @@ use nix::fcntl::{Flock, FlockArg};
 
 use crate::scope::LABS;
 
-/// Set where every test shall have the machine alone: when one that failed is tried again.
+/// Set if every test must have the machine alone: when a failed one is retried.
 const ALONE: &str = "SPILLWAY_TEST_ALONE";
 
-/// A share of the machine, given back when it is dropped.
+/// A share of the machine, released when dropped.
 #[derive(Debug)]
 pub struct Share(#[expect(dead_code, reason = "it is held")] Flock<File>);
 
 /// Waits for a share of the machine, or for all of it.
 ///
-/// Whoever waits holds the door: nobody who comes later is let in before, so that one who wants it alone gets it.
+/// Waiters hold a second lock, so that nobody overtakes them and one that wants the machine alone gets it.
 pub fn take(alone: bool) -> Result<Share> {
     fs::create_dir_all(LABS).with_context(|| format!("cannot make {LABS}"))?;
     take_in(Path::new(LABS), alone || std::env::var_os(ALONE).is_some())

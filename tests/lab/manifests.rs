@@ -46,12 +46,12 @@ impl Manifests {
         fs::read_to_string(self.path(name)).with_context(|| format!("cannot read {}", self.path(name).display()))
     }
 
-    /// The text of what Spillway wrote about an object: `.spillway/<kind>/<name>.yaml`, or None when it has not yet.
+    /// The text of what Spillway wrote about an object: `.spillway/<kind>/<name>.yaml`, or `None` if it has not yet.
     pub fn written(&self, kind: &str, name: &str) -> Option<String> {
         fs::read_to_string(self.dir.join(".spillway").join(kind).join(format!("{name}.yaml"))).ok()
     }
 
-    /// Replaces what Spillway wrote about an object, as who has taken over a writer could.
+    /// Replaces what Spillway wrote about an object, as an attacker who controls a writer could.
     pub fn forge(&self, kind: &str, name: &str, text: &str) -> Result<()> {
         let directory = self.dir.join(".spillway").join(kind);
         let (hidden, file) = (directory.join(format!(".{name}.new")), directory.join(format!("{name}.yaml")));
@@ -133,7 +133,7 @@ fn pod_file(namespace: &str, name: &str) -> String {
     format!("pod-{namespace}-{name}")
 }
 
-/// Block-style YAML of plain data: what a person would have written, for who looks into a lab that was kept.
+/// Block-style YAML of plain data, as a user would write it, for inspecting a lab that was kept.
 fn yaml(value: &Value) -> String {
     let mut text = String::new();
     write_yaml(value, 0, &mut text);

@@ -2,7 +2,7 @@
 //!
 //! Namespaces are bound to files in /run/netns, so `ip -n NAME` and `nsenter --net=` work on them. Only the network is
 //! separated: a program that runs in one sees the same files, /sys/fs/bpf included (which `ip netns exec` would hide).
-//! This module knows nothing of labs; who owns a namespace and when it goes is decided in [`crate::scope`].
+//! This module knows nothing of labs; [`crate::scope`] decides who owns a namespace and when it is removed.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -22,10 +22,10 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 use crate::wait::wait_until;
 
-/// Where namespaces are bound, as iproute2 has it.
+/// Where namespaces are bound, as in iproute2.
 pub const NETNS_DIR: &str = "/run/netns";
 
-/// Links come up within milliseconds, or the kernel has put them off by a second.
+/// Links come up within milliseconds, or the kernel has delayed them by a second.
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The flag and the scope in /proc/net/if_inet6.
@@ -68,7 +68,7 @@ impl NetNs {
         Ok(ns)
     }
 
-    /// A handle of a namespace that exists.
+    /// A handle of an existing namespace.
     pub fn open(name: &str) -> Result<NetNs> {
         Self::open_file(name, &path_of(name))
     }
@@ -114,7 +114,7 @@ impl NetNs {
             .with_context(|| format!("cannot start thread {name} in {}", self.name))
     }
 
-    /// A command that will run in this namespace, with the file system of the caller.
+    /// A command that will run in this namespace, with the caller's file system.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
         let mut command = Command::new(program.as_ref());
         let file = Arc::clone(&self.file);
@@ -124,8 +124,8 @@ impl NetNs {
         command
     }
 
-    /// Runs lines of `ip -batch` here, IPv4 and IPv6 (`-6` before a line's object is not accepted there, so write the
-    /// family by its address). The first line that fails ends it with an error that names the line.
+    /// Runs lines of `ip -batch` here, IPv4 and IPv6 (`-6` before a line's object is not accepted there, so the address
+    /// must imply the family). The first line that fails ends it with an error that names the line.
     pub fn ip(&self, lines: &[String]) -> Result<()> {
         if lines.is_empty() {
             return Ok(());
@@ -158,7 +158,7 @@ impl NetNs {
         })
     }
 
-    /// The index of an interface of this namespace, or an error when there is none of that name.
+    /// The index of an interface of this namespace, or an error if there is none of that name.
     pub fn ifindex(&self, interface: &str) -> Result<u32> {
         self.run(|| {
             nix::net::if_::if_nametoindex(interface)
@@ -175,8 +175,8 @@ impl NetNs {
         })
     }
 
-    /// Waits until `interfaces` can send and receive. The kernel learns of a carrier with a delay, and drops silently
-    /// what is sent before, neighbour solicitations among it: those are repeated after a second.
+    /// Waits until `interfaces` can send and receive. The kernel learns of a carrier with a delay, and silently drops
+    /// what is sent before, including neighbour solicitations, which are repeated after a second.
     pub fn wait_running<N: AsRef<str> + Sync>(&self, interfaces: &[N]) -> Result<()> {
         let running = || {
             let running = getifaddrs()?.filter(|one| one.flags.contains(InterfaceFlags::IFF_RUNNING));
@@ -223,16 +223,16 @@ impl NetNs {
         })
     }
 
-    /// The descriptor, for who sets up namespaces by netlink.
+    /// The descriptor, for setting up namespaces by netlink.
     pub fn raw_fd(&self) -> i32 {
         self.file.as_raw_fd()
     }
 }
 
-/// Removes the namespace `name`. Its kernel object goes when the last thread, process and socket in it has gone.
+/// Removes the namespace `name`. Its kernel object is freed when the last thread, process and socket in it has ended.
 pub fn remove(name: &str) -> Result<()> {
     let path = path_of(name);
-    // A file that nothing is bound to is left behind by a creation that was cut short: EINVAL then.
+    // An interrupted creation leaves a file that nothing is bound to: EINVAL then.
     nix::mount::umount2(&path, MntFlags::MNT_DETACH).ok();
     fs::remove_file(&path).with_context(|| format!("cannot remove namespace {name}"))
 }

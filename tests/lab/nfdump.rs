@@ -1,4 +1,4 @@
-//! A collector of IPFIX, of Debian's package nfdump.
+//! An IPFIX collector from Debian's package nfdump.
 
 use std::fs;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use crate::wait::wait_for;
 
 const NAME: &str = "nfcapd";
 const START: Duration = Duration::from_secs(20);
-/// After so many seconds a file is finished, and can be read; shorter ones are refused.
+/// The seconds after which a file is finished and can be read; nfcapd refuses less.
 const ROTATION: &str = "2";
 
 /// Why it cannot run here, if so.
@@ -46,14 +46,14 @@ impl Nfcapd {
         Ok(Nfcapd { dir, process })
     }
 
-    /// What `nfdump` prints of all files that are finished.
+    /// What `nfdump` prints of all finished files.
     pub fn records(&self) -> Result<Vec<Value>> {
         let output = Command::new("nfdump").arg("-R").arg(&self.dir).args(["-q", "-o", "json"]).output()?;
         // As long as there is no file, it fails. Without its summary (-q), what it prints is a list without brackets.
         Ok(serde_json::from_str(&format!("[{}]", String::from_utf8_lossy(&output.stdout))).unwrap_or_default())
     }
 
-    /// What it has to say of what it received.
+    /// Its log of what it received.
     pub fn log(&self) -> String {
         self.process.log()
     }

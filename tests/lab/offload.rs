@@ -1,4 +1,4 @@
-//! Switching the offloads of interfaces, as `ethtool -K` does.
+//! Switches the offloads of interfaces, like `ethtool -K`.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -12,7 +12,8 @@ use crate::netns::NetNs;
 const GRO: (u32, &str) = (0x2c, "GRO");
 const COMMANDS: [(u32, &str); 4] =
     [(0x17, "transmit checksums"), (0x1f, "TCP segmentation"), (0x24, "generic segmentation"), GRO];
-/// ETHTOOL_GFLAGS and ETHTOOL_SFLAGS, and the flags for VLAN tags that the card puts into a frame, and takes off a received one.
+/// ETHTOOL_GFLAGS and ETHTOOL_SFLAGS, and the flags for VLAN tags that the card inserts into a frame, and strips from a received
+/// one.
 const GET_FLAGS: (u32, &str) = (0x25, "flags");
 const SET_FLAGS: (u32, &str) = (0x26, "flags");
 const TX_VLAN: u32 = 1 << 7;
@@ -32,12 +33,13 @@ impl NetNs {
         COMMANDS.iter().try_for_each(|command| self.ethtool(interface, *command, u32::from(on)).map(drop))
     }
 
-    /// Makes a veth take frames that an XDP program sends to it, which it does where its other end merges what it receives.
+    /// Makes a veth accept frames that an XDP program sends to it, which requires that its other end merges what it
+    /// receives.
     pub fn take_frames(&self, other_end: &str) -> Result<()> {
         self.ethtool(other_end, GRO, 1).map(drop)
     }
 
-    /// Has VLAN tags be in the frames that an interface sends and receives: a veth hands over beside a frame what its sender keeps there.
+    /// Keeps VLAN tags in the frames that an interface sends and receives: a veth passes on outside a frame what its sender keeps there.
     pub fn show_tags(&self, interface: &str) -> Result<()> {
         let flags = self.ethtool(interface, GET_FLAGS, 0)?;
         self.ethtool(interface, SET_FLAGS, flags & !(TX_VLAN | RX_VLAN)).map(drop)

@@ -81,7 +81,7 @@ impl Process {
         Ok(())
     }
 
-    /// SIGTERM, and waits for the end; an error when it takes longer than ten seconds or ends with a failure.
+    /// SIGTERM, and waits for the end; an error if it takes longer than ten seconds or ends with a failure.
     pub fn terminate(&mut self) -> Result<()> {
         if !self.alive()? {
             return Ok(());
@@ -102,7 +102,7 @@ impl Process {
         self.signal(Signal::SIGSTOP)
     }
 
-    /// Lets it go on (SIGCONT).
+    /// Lets it continue (SIGCONT).
     pub fn thaw(&self) -> Result<()> {
         self.signal(Signal::SIGCONT)
     }
@@ -125,7 +125,7 @@ impl Process {
         log[start..].to_owned()
     }
 
-    /// Lets it live on when this handle is dropped.
+    /// Lets it keep running when this handle is dropped.
     pub(crate) fn leave(&mut self) {
         self.left = true;
     }
@@ -159,7 +159,7 @@ pub struct StartOptions {
     without_tcx: bool,
 }
 
-/// A configuration with what the whole run sets, unless the test sets it.
+/// A configuration with the settings of the whole run, unless the test sets them.
 fn with_setting(config: Option<String>, field: &str, value: Option<String>) -> Option<String> {
     match (config, value.filter(|value| !value.is_empty())) {
         (Some(text), Some(value)) if !text.contains(&format!("{field}:")) => Some(format!("{text}{field}: {value}\n")),
@@ -169,12 +169,12 @@ fn with_setting(config: Option<String>, field: &str, value: Option<String>) -> O
 }
 
 impl StartOptions {
-    /// The plain agent or controller.
+    /// An agent or controller with the defaults.
     pub fn new() -> StartOptions {
         StartOptions::default()
     }
 
-    /// The agent runs the controller too.
+    /// The agent also runs the controller.
     pub fn with_controller(mut self) -> StartOptions {
         self.with_controller = true;
         self
@@ -198,7 +198,7 @@ impl StartOptions {
         self
     }
 
-    /// Another `egress-daemon` than the one under test: an older version, say.
+    /// Another `egress-daemon` than the one under test, for example an older version.
     pub fn binary(mut self, path: &Path) -> StartOptions {
         self.binary = Some(path.to_owned());
         self
@@ -238,17 +238,17 @@ impl Lab {
         self.start(name, None, command, options)
     }
 
-    /// The agent of `node`. Panics when it was never started.
+    /// The agent of `node`. Panics if it was never started.
     pub fn agent(&mut self, node: &str) -> &mut Process {
         self.process(&format!("agent-{node}"))
     }
 
-    /// The controller `name`. Panics when it was never started.
+    /// The controller `name`. Panics if it was never started.
     pub fn controller(&mut self, name: &str) -> &mut Process {
         self.process(name)
     }
 
-    /// Does `work` while no agent and no controller runs: what they do on all nodes is done on one machine here.
+    /// Does `work` while no agent and no controller runs: here, one machine does the work of all nodes.
     pub fn while_frozen<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         self.processes.values().try_for_each(Process::freeze)?;
         let outcome = work();
@@ -278,7 +278,7 @@ impl Lab {
         crate::command::output(&mut command).with_context(|| format!("egressctl {arguments:?} on {node}"))
     }
 
-    /// Starts `egressctl ARGUMENTS` on `node`, for as long as the answer lives.
+    /// Starts `egressctl ARGUMENTS` on `node`, until the result is dropped.
     pub fn start_egressctl(&self, node: &str, arguments: &[&str]) -> Result<Process> {
         let mut command = self.node(node).ns.command(binary("egressctl")?);
         command.args(arguments).arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
@@ -305,7 +305,7 @@ impl Lab {
         crate::command::output(&mut command).map(drop)
     }
 
-    /// Where agents keep what outlives a boot.
+    /// Where agents keep what survives a reboot.
     pub fn state(&self) -> PathBuf {
         self.dir().join("state")
     }
@@ -353,14 +353,14 @@ fn daemon(options: &StartOptions) -> Result<PathBuf> {
     options.binary.clone().map_or_else(|| binary("egress-daemon"), Ok)
 }
 
-/// Where a program of Spillway is: in the folder named by SPILLWAY_BIN, or beside the program that runs now.
+/// Where a program of Spillway is: in the folder named by SPILLWAY_BIN, or next to the running program.
 pub fn binary(name: &str) -> Result<PathBuf> {
     let folder = match std::env::var_os("SPILLWAY_BIN") {
         Some(folder) => PathBuf::from(folder),
         None => {
             let own = std::env::current_exe().context("cannot find the running program")?;
             let folder = own.parent().unwrap_or(Path::new("."));
-            // Tests lie in target/<profile>/deps, programs in target/<profile>.
+            // Tests are in target/<profile>/deps, programs in target/<profile>.
             if folder.ends_with("deps") { folder.parent().unwrap_or(folder) } else { folder }.to_owned()
         }
     };

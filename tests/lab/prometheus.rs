@@ -1,4 +1,4 @@
-//! A Prometheus of Debian's package in a namespace of the lab, with the alerts that Spillway ships.
+//! Debian's Prometheus in a namespace of the lab, with the alerts that Spillway ships.
 
 use std::fs;
 use std::path::Path;
@@ -16,11 +16,11 @@ use crate::wait::wait_for;
 
 const NAME: &str = "prometheus";
 const START: Duration = Duration::from_secs(20);
-/// How often it asks for metrics and looks at its rules: a minute of the rules' is [`MINUTE`] here.
+/// How often it scrapes metrics and evaluates its rules: a minute of the rules is [`MINUTE`] here.
 const INTERVAL: &str = "500ms";
-/// What becomes of the rules' minutes and hours: tests cannot wait for those.
+/// Replaces the rules' minutes and hours: tests cannot wait for those.
 const MINUTE: &str = "2s";
-/// What becomes of the windows of rates: a few times [`INTERVAL`].
+/// Replaces the windows of rates: a few times [`INTERVAL`].
 const WINDOW: &str = "5s";
 
 /// Why it cannot run here, if so.
@@ -28,7 +28,7 @@ pub fn obstacle() -> Option<&'static str> {
     Command::new(NAME).arg("--version").output().is_err().then_some("prometheus is missing: apt-get install prometheus")
 }
 
-/// Where metrics are, as the ServiceMonitor tells Prometheus in a cluster.
+/// A scrape target, as the ServiceMonitor provides it in a cluster.
 #[derive(Clone, Debug)]
 pub struct Target {
     /// Address and port.
@@ -48,14 +48,14 @@ pub struct Prometheus {
 
 impl Prometheus {
     /// Starts it on the underlay, where it has the address `own`. `rules` is the manifest of a PrometheusRule; its times are shortened, its
-    /// expressions and thresholds are as they are.
+    /// expressions and thresholds are unchanged.
     pub fn start(lab: &mut Lab, own: Dual, targets: &[Target], rules: &str) -> Result<Prometheus> {
         let ns = lab.role_namespace(NAME)?;
         lab.join_underlay(&ns, NAME, own)?;
         Prometheus::start_in(ns, &lab.dir().join(NAME), targets, rules)
     }
 
-    /// The same in a namespace from which the targets are reached, with its files in `dir`.
+    /// The same in a namespace from which the targets are reachable, with its files in `dir`.
     pub fn start_in(ns: NetNs, dir: &Path, targets: &[Target], rules: &str) -> Result<Prometheus> {
         fs::create_dir_all(dir)?;
         fs::write(dir.join("rules.yml"), shortened(rules)?)?;
@@ -88,7 +88,7 @@ impl Prometheus {
     }
 }
 
-/// The configuration, in JSON, which is YAML too.
+/// The configuration, in JSON, which is also YAML.
 fn config(targets: &[Target]) -> Value {
     let one = |t: &Target| json!({"targets": [t.address], "labels": {"node": t.node, "pod": t.node, "component": t.component}});
     json!({

@@ -1,8 +1,8 @@
-//! The life of a lab: its unique name, its folder, and the certainty that everything goes when it ends.
+//! The life of a lab: its unique name, its folder, and the guarantee that everything is removed when it ends.
 //!
 //! Every lab has a watchdog, a small shell that waits for the end of a pipe. Whatever ends the lab's process (a panic,
-//! Ctrl-C, `kill -9`), the pipe ends too, and the watchdog kills what runs in the lab's namespaces and removes them, the
-//! pins and the folder. An orderly end does the same work itself and sends the watchdog home.
+//! Ctrl-C, `kill -9`) also ends the pipe, and the watchdog kills what runs in the lab's namespaces and removes them, the
+//! pins and the folder. An orderly end does the same work itself and dismisses the watchdog.
 
 use std::fs;
 use std::io::Write;
@@ -51,7 +51,7 @@ pub struct Scope {
 }
 
 impl Scope {
-    /// Opens a scope with a name that no other lab on this machine has. What dead processes left is removed first.
+    /// Opens a scope with a name that no other lab on this machine has. Leftovers of dead processes are removed first.
     pub fn open() -> Result<Scope> {
         fs::create_dir_all(LABS).with_context(|| format!("cannot make {LABS}"))?;
         let _one_at_a_time = lock()?;
@@ -209,10 +209,10 @@ fn mount_bpffs() -> Result<()> {
         .with_context(|| format!("cannot mount the BPF file system on {BPFFS}"))
 }
 
-/// So many sockets does the largest load need, and then some.
+/// More sockets than the largest load needs.
 const FILES: u64 = 200_000;
 
-/// Raises the limit of open files: as root beyond the hard limit that a login or a container has set.
+/// Raises the limit of open files: as root, even beyond the hard limit of a login or a container.
 fn raise_file_limit() -> Result<()> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;

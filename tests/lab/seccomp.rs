@@ -1,10 +1,10 @@
-//! Processes to which the kernel refuses what older ones do not know.
+//! Processes to which the kernel refuses what older kernels do not support.
 
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Commands of bpf(2) that Linux knows TCX by: `BPF_PROG_QUERY` and `BPF_LINK_CREATE`.
+/// Commands of bpf(2) that use TCX: `BPF_PROG_QUERY` and `BPF_LINK_CREATE`.
 const QUERY: u32 = 16;
 const CREATE: u32 = 28;
 /// Offsets in `struct seccomp_data`: the system call's number, and the lower half of its first argument.
@@ -19,7 +19,7 @@ const fn instruction(code: u16, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
     libc::sock_filter { code, jt, jf, k }
 }
 
-/// Answers `EINVAL` to what asks for TCX, as Linux before 6.6 does, and lets all else pass.
+/// Answers `EINVAL` to requests for TCX, as Linux before 6.6 does, and allows everything else.
 static WITHOUT_TCX: [libc::sock_filter; 7] = [
     instruction(LOAD, 0, 0, NUMBER),
     instruction(IF_EQUAL, 0, 3, libc::SYS_bpf as u32),

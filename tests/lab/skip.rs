@@ -1,4 +1,4 @@
-//! Skipping tests where they cannot run, and saying so.
+//! Skips tests that cannot run, and reports it.
 
 use std::fs::File;
 use std::io::Write;
@@ -52,7 +52,7 @@ impl<E> Skipped for Result<(), E> {
     }
 }
 
-/// The path of the function that calls it, for [`record`].
+/// The path of the calling function, for [`record`].
 #[macro_export]
 macro_rules! test_name {
     () => {{

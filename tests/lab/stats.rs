@@ -1,4 +1,4 @@
-//! Judging figures: is a spread even, how is a sample distributed.
+//! Evaluates figures: whether a spread is even, how a sample is distributed.
 
 use serde::Serialize;
 

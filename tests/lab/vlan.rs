@@ -1,5 +1,5 @@
-//! Hosts in VLANs, on kernels without 8021q: a TAP device a VLAN, between which and the interface a thread carries the
-//! frames, putting the tag on and taking it off.
+//! Hosts in VLANs, on kernels without 8021q: one TAP device for each VLAN. A thread carries the frames between these
+//! and the interface, inserting and stripping the tag.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -87,7 +87,7 @@ fn packet_socket(index: u32) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error()).context("a packet socket");
     }
-    // SAFETY: fd is open and nobody else's.
+    // SAFETY: fd is open and owned by nobody else.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     set_int(&fd, libc::SOL_PACKET, libc::PACKET_AUXDATA, 1)?;
     set_int(&fd, libc::SOL_PACKET, PACKET_VNET_HDR, 1)?;
@@ -124,7 +124,7 @@ fn carry(socket: &OwnedFd, index: u32, mut taps: BTreeMap<u16, File>, stop: &Ato
             && let Some((vlan, length)) = receive(socket, &mut buffer)?
             && let Some(tap) = taps.get_mut(&vlan)
         {
-            // A frame that the device does not take is lost, as on a wire.
+            // A frame that the device does not accept is lost, as on a wire.
             tap.write_all(&buffer[..length]).ok();
         }
         for ((vlan, tap), ready) in taps.iter_mut().zip(&ready[1..]) {
@@ -137,7 +137,7 @@ fn carry(socket: &OwnedFd, index: u32, mut taps: BTreeMap<u16, File>, stop: &Ato
     Ok(())
 }
 
-/// The next tagged frame that came in, behind its header, with its VLAN.
+/// The next tagged frame that arrived, after its header, with its VLAN.
 fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Option<(u16, usize)>> {
     // SAFETY: all zero bytes are a valid sockaddr_ll and msghdr.
     let (mut from, mut message): (libc::sockaddr_ll, libc::msghdr) = unsafe { (zeroed(), zeroed()) };
@@ -149,36 +149,36 @@ fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Option<(u16, usize)>> 
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&control);
-    // SAFETY: every pointer in `message` is to a live buffer of the size that it says.
+    // SAFETY: every pointer in `message` is to a live buffer of the given size.
     let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
     if received < 0 || from.sll_pkttype == libc::PACKET_OUTGOING {
         return Ok(None);
     }
-    // SAFETY: `message` is as recvmsg left it; CMSG_FIRSTHDR returns null or a header inside of `control`.
+    // SAFETY: `message` is as recvmsg left it; CMSG_FIRSTHDR returns null or a header inside `control`.
     let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message).as_ref() };
     let Some(header) = header.filter(|one| (one.cmsg_level, one.cmsg_type) == (libc::SOL_PACKET, libc::PACKET_AUXDATA))
     else {
         return Ok(None);
     };
-    // SAFETY: the kernel wrote that type's data behind the header; it may be unaligned.
+    // SAFETY: the kernel wrote that type's data after the header; it may be unaligned.
     let data = unsafe { libc::CMSG_DATA(header).cast::<libc::tpacket_auxdata>().read_unaligned() };
     let tagged = data.tp_status & TAGGED != 0;
     Ok(tagged.then_some((data.tp_vlan_tci & 0xfff, received.cast_unsigned())))
 }
 
-/// Sends the frame that lies behind room for a tag and a header, with the tag.
+/// Sends a frame, which is preceded by room for a tag and a header, with the tag.
 fn send(socket: &OwnedFd, index: u32, vlan: u16, buffer: &mut [u8]) -> Result<()> {
     let macs = VNET + 12;
     buffer.copy_within(TAG..TAG + macs, 0);
     buffer[macs..macs + 2].copy_from_slice(&0x8100u16.to_be_bytes());
     buffer[macs + 2..macs + 4].copy_from_slice(&vlan.to_be_bytes());
-    // The header's offset of the checksum counts from the start of the frame, which is further away now.
+    // The header's checksum offset counts from the start of the frame, which is further away now.
     if buffer[0] & 1 != 0 {
         let start = u16::from_ne_bytes([buffer[6], buffer[7]]) + TAG as u16;
         buffer[6..8].copy_from_slice(&start.to_ne_bytes());
     }
     let address = link_address(index, 0x8100);
-    // SAFETY: the buffer and the address are valid for the lengths that are given.
+    // SAFETY: the buffer and the address are valid for the given lengths.
     let sent = unsafe {
         libc::sendto(
             socket.as_raw_fd(),

@@ -1,5 +1,5 @@
-//! What is usually built for a gateway that may die: two of them with keepalived, and conntrackd, which copies the table of connections.
-//! Both are Debian's, with the settings of conntrackd's own example for FTFW.
+//! The usual setup for a gateway that may die: two of them with keepalived, and conntrackd, which replicates the conntrack table. Both
+//! are Debian's, with the settings of conntrackd's own example for FTFW.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +12,7 @@ use crate::process::Process;
 use crate::topology::{Dual, Lab, LabNode, address};
 use crate::wait::wait_for;
 
-/// The address on the underlay that the pods' nodes send everything to.
+/// The address on the underlay to which the pods' nodes send everything.
 const INSIDE: u8 = 50;
 const START: Duration = Duration::from_secs(20);
 /// The first one is the primary.
@@ -58,8 +58,8 @@ fn run(lab: &mut Lab, node: &LabNode, program: &str, command: std::process::Comm
     Ok(())
 }
 
-/// Source NAT by the kernel's table of connections, with rules for a firewall with state: what comes before the primary's connections are
-/// in the table is dropped, not answered with a reset.
+/// Source NAT by the kernel's conntrack, with the rules of a stateful firewall: what arrives before the primary's connections are in the
+/// table is dropped, not answered with a reset.
 fn translate(node: &LabNode, egress: Dual) -> Result<()> {
     let [pods4, pods6] = address::PODS;
     node.ns.nft(&format!(
@@ -81,7 +81,7 @@ fn translate(node: &LabNode, egress: Dual) -> Result<()> {
         }}",
         egress.v4, egress.v6, egress.v4, egress.v6
     ))?;
-    // The windows of connections are not copied.
+    // The windows of connections are not replicated.
     let settings = [("net.netfilter.nf_conntrack_tcp_be_liberal", "1"), ("net.netfilter.nf_conntrack_tcp_loose", "0")];
     node.ns.sysctls(&settings)
 }
@@ -175,7 +175,7 @@ General {{
     )
 }
 
-/// What conntrackd's `primary-backup.sh` does.
+/// Acts like conntrackd's `primary-backup.sh`.
 fn notify(dir: &Path) -> String {
     let call = format!("conntrackd -C {}/conntrackd.conf", dir.display());
     format!(

@@ -1,4 +1,4 @@
-//! Waiting for a condition: the only place where the lab lets time pass.
+//! Waits for conditions: the only place where the lab lets time pass.
 
 use std::fmt::Debug;
 use std::thread;
@@ -8,13 +8,13 @@ use anyhow::{Result, anyhow};
 
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// How many times longer than usual everything may take: in an emulated machine, say.
+/// How many times longer than usual everything may take, for example in an emulated machine.
 fn slowness() -> u32 {
     std::env::var("SPILLWAY_SLOWNESS").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
-/// Waits until `condition` says `Ok(true)`. An error of the condition counts as "not yet" and is part of the message when
-/// the time is over.
+/// Waits until `condition` returns `Ok(true)`. An error of the condition counts as "not yet" and is part of the message
+/// when the time is over.
 pub fn wait_for(what: &str, timeout: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_until(what, timeout, &mut condition, |met| *met).map(drop)
 }

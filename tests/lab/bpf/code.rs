@@ -33,7 +33,7 @@ pub(crate) const EXIT: u64 = 0x95;
 pub(crate) const ADD: u8 = 0x07;
 pub(crate) const JUMP_IF_GREATER: u8 = 0x2d;
 pub(crate) const JUMP_IF_NOT: u8 = 0x55;
-/// The same of 32 bits.
+/// The same for 32 bits.
 pub(crate) const JUMP_IF_NOT_WORD: u8 = 0x56;
 /// Adds a register to 64 bits in memory.
 pub(crate) const ADD_IN_MEMORY: u8 = 0xdb;
@@ -104,7 +104,7 @@ impl Attr {
     }
 
     pub(crate) fn call(&mut self, command: u32) -> io::Result<i32> {
-        // SAFETY: the pointers that the callers put in are to memory that lives on, of the sizes that they give.
+        // SAFETY: the callers' pointers are to live memory of the sizes that they give.
         let result = unsafe { libc::syscall(libc::SYS_bpf, command, self.0.as_mut_ptr(), self.0.len()) };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
     }

@@ -38,7 +38,7 @@ pub enum Content {
     Ip(Ip),
     /// ARP for IPv4.
     Arp(Arp),
-    /// Something else, or what could not be read.
+    /// Something else, or something that could not be read.
     Other,
 }
 
@@ -51,7 +51,7 @@ pub struct Arp {
     pub sender_mac: [u8; 6],
     /// ... to have this address.
     pub sender: Ipv4Addr,
-    /// The address asked for, or the asker's.
+    /// The requested address, or the requester's.
     pub target: Ipv4Addr,
 }
 
@@ -144,17 +144,17 @@ pub enum TransportLayer {
         kind: u8,
         /// The code's number.
         code: u8,
-        /// The MTU that it tells.
+        /// The MTU that it reports.
         mtu: Option<u32>,
         /// The packet that it is about.
         inner: Option<Inner>,
     },
-    /// Somebody asks for the MAC address of `target`.
+    /// A request for the MAC address of `target`.
     NeighborSolicitation {
-        /// The address asked for.
+        /// The requested address.
         target: IpAddr,
     },
-    /// Somebody says that `target` is at the MAC address of the option, or of the frame.
+    /// A claim that `target` is at the MAC address of the option, or of the frame.
     NeighborAdvertisement {
         /// The address in question.
         target: IpAddr,
@@ -357,7 +357,7 @@ fn read_icmpv6(icmp: &Icmpv6Slice<'_>, mac: [u8; 6]) -> TransportLayer {
     }
 }
 
-/// Reads the beginning of a packet inside of an ICMP error, which is usually cut off.
+/// Reads the beginning of a packet inside an ICMP error, which is usually truncated.
 fn read_inner(bytes: &[u8]) -> Option<Inner> {
     let (ip, _) = LaxIpSlice::from_slice(bytes).ok()?;
     let (source, target): (IpAddr, IpAddr) = match &ip {

@@ -1,7 +1,7 @@
-//! Packet captures: what passes an interface, decoded, with the questions that tests ask.
+//! Packet captures: what passes an interface, decoded, with the queries that tests need.
 //!
 //! A capture sees packets as an AF_PACKET socket does: merged ones (GRO, GSO) in one piece, and those that this host sends
-//! as well as those that it receives. A capture that lost packets says so instead of answering.
+//! as well as those that it receives. A capture that lost packets returns an error instead of an answer.
 
 mod decode;
 mod socket;
@@ -56,7 +56,7 @@ impl Capture {
         Ok(Capture { place, shared, thread })
     }
 
-    /// What was captured so far. Use it for waiting; only [`Capture::finish`] tells whether something was missed.
+    /// What was captured so far. Use it for waiting; only [`Capture::finish`] reports whether something was missed.
     pub fn so_far(&self) -> Trace {
         Trace::new(lock(&self.shared.packets).clone())
     }
@@ -83,7 +83,7 @@ impl Capture {
         lock(&self.shared.packets).clear();
     }
 
-    /// Ends the capture, with everything that had arrived, and fails when packets were lost on the way into it.
+    /// Ends the capture, with everything that had arrived, and fails if packets were lost on the way into it.
     pub fn finish(self) -> Result<Trace> {
         let place = self.place.clone();
         let (trace, dropped) = self.finish_lossy()?;
@@ -93,7 +93,7 @@ impl Capture {
         Ok(trace)
     }
 
-    /// Ends the capture; the second value says how many packets were lost on the way into it.
+    /// Ends the capture; the second value is how many packets were lost on the way into it.
     pub fn finish_lossy(mut self) -> Result<(Trace, u64)> {
         self.shared.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -117,7 +117,7 @@ impl Drop for Capture {
 fn record(socket: &PacketSocket, shared: &Shared) -> Result<()> {
     let mut buffer = vec![0; socket::LARGEST];
     loop {
-        // Read before the socket is emptied: what had arrived when the end was asked for is part of the capture.
+        // Read before the socket is drained: what had arrived when the end was requested is part of the capture.
         let last_round = shared.stop.load(Ordering::Relaxed);
         while let Some(frame) = socket.receive(&mut buffer)? {
             let packet = decode::packet(&buffer[..frame.captured], &frame);

@@ -10,12 +10,12 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::traffic::set_int;
 
-/// The largest frame that is captured whole.
+/// The largest frame that is captured in full.
 pub(super) const LARGEST: usize = 65_536 + 256;
 /// Enough for a second of what two cores can send.
 const BUFFER: i32 = 256 << 20;
 
-/// One received frame, whose bytes lie in the caller's buffer.
+/// One received frame, whose bytes are in the caller's buffer.
 pub(super) struct Frame {
     /// How many bytes of the buffer are the frame's.
     pub captured: usize,
@@ -33,7 +33,7 @@ pub(super) struct Frame {
 #[derive(Debug)]
 pub(super) struct PacketSocket {
     fd: OwnedFd,
-    /// One moment on both clocks: the kernel stamps by the wall clock.
+    /// The same moment on both clocks: the kernel's timestamps are wall-clock times.
     epoch: (SystemTime, Instant),
 }
 
@@ -46,7 +46,7 @@ impl PacketSocket {
         if fd < 0 {
             return Err(io::Error::last_os_error()).context("cannot open a packet socket");
         }
-        // SAFETY: fd is open and nobody else's.
+        // SAFETY: fd is open and owned by nobody else.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         set_int(&fd, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, BUFFER)?;
         set_int(&fd, libc::SOL_PACKET, libc::PACKET_AUXDATA, 1)?;
@@ -75,7 +75,7 @@ impl PacketSocket {
         }
     }
 
-    /// The next frame, or None when there is none now.
+    /// The next frame, or `None` if there is none now.
     pub fn receive(&self, buffer: &mut [u8]) -> Result<Option<Frame>> {
         // SAFETY: all zero bytes are a valid sockaddr_ll and msghdr.
         let (mut from, mut message): (libc::sockaddr_ll, libc::msghdr) = unsafe { (zeroed(), zeroed()) };
@@ -87,13 +87,13 @@ impl PacketSocket {
         message.msg_iovlen = 1;
         message.msg_control = control.as_mut_ptr().cast();
         message.msg_controllen = size_of_val(&control);
-        // SAFETY: every pointer in `message` is to a live buffer of the size that it says.
+        // SAFETY: every pointer in `message` is to a live buffer of the given size.
         let received = unsafe { libc::recvmsg(self.fd.as_raw_fd(), &raw mut message, 0) };
         if received < 0 {
             let error = io::Error::last_os_error();
             return match error.kind() {
                 io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(None),
-                // The interface went down or away: what comes after it comes up again is captured.
+                // The interface went down or away: packets after it comes up again are captured.
                 _ if matches!(error.raw_os_error(), Some(libc::ENETDOWN | libc::ENXIO | libc::ENODEV)) => Ok(None),
                 _ => Err(error).context("receiving from a packet socket"),
             };
@@ -101,9 +101,9 @@ impl PacketSocket {
         let (mut at, mut checksum_pending) = (Instant::now(), false);
         // SAFETY: `message` is as recvmsg left it, and `control` lives on.
         let mut header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return null or a header inside of `control`.
+        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return null or a header inside `control`.
         while let Some(one) = unsafe { header.as_ref() } {
-            // SAFETY: the kernel wrote the type's own data behind a header of that type; it may be unaligned.
+            // SAFETY: the kernel wrote the type's own data after a header of that type; it may be unaligned.
             unsafe {
                 let data = libc::CMSG_DATA(header);
                 match (one.cmsg_level, one.cmsg_type) {
@@ -128,12 +128,12 @@ impl PacketSocket {
         }))
     }
 
-    /// How many frames did not fit into the buffer. The kernel counts from zero again after each question.
+    /// How many frames did not fit into the buffer. The kernel restarts from zero after each query.
     pub fn dropped(&self) -> Result<u64> {
         // SAFETY: all zero bytes are a valid tpacket_stats.
         let mut stats: libc::tpacket_stats = unsafe { zeroed() };
         let mut size = size_of::<libc::tpacket_stats>() as libc::socklen_t;
-        // SAFETY: the pointers are to live variables, and `size` says how large the first one's is.
+        // SAFETY: the pointers are to live variables, and `size` is the size of the first one's.
         let result = unsafe {
             libc::getsockopt(
                 self.fd.as_raw_fd(),

@@ -1,4 +1,4 @@
-//! Questions to what was captured.
+//! Queries on what was captured.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::decode::{Checksum, Content, Ip, Packet, TcpFlags, TransportLayer};
 
-/// Captured packets in the order in which they came.
+/// Captured packets in order of arrival.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
     packets: Vec<Packet>,
@@ -45,7 +45,7 @@ impl Packet {
         self.tcp_flags().is_some_and(|flags| flags.rst)
     }
 
-    /// The address and the MAC address that it claims belong together, for ARP (replies and gratuitous requests) and
+    /// The address and the MAC address that it claims to belong together, for ARP (replies and gratuitous requests) and
     /// neighbour advertisements.
     pub fn claim(&self) -> Option<(IpAddr, [u8; 6])> {
         match &self.content {
@@ -73,7 +73,7 @@ impl Trace {
         Trace { packets: self.packets.iter().filter(|packet| wanted(packet)).cloned().collect() }
     }
 
-    /// What came at or after a moment.
+    /// The packets at or after a moment.
     pub fn since(&self, moment: Instant) -> Trace {
         self.filter(|packet| packet.at >= moment)
     }
@@ -84,7 +84,7 @@ impl Trace {
     }
 
     /// How many TCP, UDP, echo request and fragment packets towards `target` came from each source address. Neighbour
-    /// discovery and ICMP errors do not count: hosts send these for themselves.
+    /// discovery and ICMP errors do not count: hosts send these on their own behalf.
     pub fn sources_towards(&self, target: IpAddr) -> BTreeMap<IpAddr, usize> {
         let mut sources = BTreeMap::new();
         for ip in self.packets.iter().filter(|packet| !packet.outgoing).filter_map(Packet::ip) {
@@ -101,7 +101,7 @@ impl Trace {
         sources
     }
 
-    /// The source addresses towards `target` that are not among `allowed`, with a packet of each: what must be empty.
+    /// The source addresses towards `target` that are not among `allowed`, with a packet of each; this must be empty.
     pub fn strangers_towards(&self, target: IpAddr, allowed: &[IpAddr]) -> BTreeMap<IpAddr, (usize, Packet)> {
         let mut strangers = BTreeMap::new();
         for (source, count) in self.sources_towards(target) {
@@ -116,8 +116,8 @@ impl Trace {
         strangers
     }
 
-    /// Who says that it has `address` (ARP replies, gratuitous ARP, neighbour advertisements): each MAC address with
-    /// the moments at which it said so.
+    /// Who claims `address` (ARP replies, gratuitous ARP, neighbour advertisements): each MAC address with the moments
+    /// of its claims.
     pub fn claims_of(&self, address: IpAddr) -> BTreeMap<[u8; 6], Vec<Instant>> {
         let mut claims: BTreeMap<[u8; 6], Vec<Instant>> = BTreeMap::new();
         for packet in &self.packets {

@@ -25,7 +25,7 @@ impl FromStr for Kubernetes {
 }
 
 impl Kubernetes {
-    /// The version, as the API server and the kubelets say it.
+    /// The version, as the API server and the kubelets report it.
     pub const fn version(self) -> &'static str {
         match self {
             Kubernetes::V1_32 => "v1.32.2",
@@ -33,7 +33,7 @@ impl Kubernetes {
         }
     }
 
-    /// What pins its modules: a file of this name with the ending `mod`, and one with the ending `sum`.
+    /// What pins its modules: a file of this name with the extension `mod`, and one with `sum`.
     const fn modules(self) -> &'static str {
         match self {
             Kubernetes::V1_32 => "go.1.32",
@@ -41,7 +41,7 @@ impl Kubernetes {
         }
     }
 
-    /// What it is built by.
+    /// The component that builds it.
     pub const fn component(self) -> Component {
         Component {
             folder: "k8s",
@@ -64,7 +64,7 @@ pub struct Component {
     modules: &'static str,
     /// What it is, and how long it takes the first time.
     pub title: &'static str,
-    /// The programs that come out of it.
+    /// The programs that it produces.
     pub programs: &'static [&'static str],
     packages: &'static [&'static str],
 }
@@ -72,7 +72,7 @@ pub struct Component {
 const CONTAINERD: &str = "github.com/containerd/containerd/v2/cmd";
 
 impl Component {
-    /// Everything but a Kubernetes, in an order in which the short ones come first.
+    /// Everything but a Kubernetes, the short ones first.
     pub const ALL: [Component; 6] = [
         Component {
             folder: "pod",
@@ -99,7 +99,7 @@ impl Component {
             programs: &["containerd", "containerd-shim-runc-v2", "ctr"],
             packages: &["containerd", "containerd-shim-runc-v2", "ctr"],
         },
-        // The last version all of whose modules the proxy has.
+        // The last version whose modules are all on the proxy.
         Component {
             folder: "flannel",
             modules: "go",
@@ -107,7 +107,7 @@ impl Component {
             programs: &["flannel"],
             packages: &["github.com/flannel-io/flannel"],
         },
-        // The chart is rendered by it.
+        // It renders the chart.
         Component {
             folder: "helm",
             modules: "go",
@@ -115,7 +115,7 @@ impl Component {
             programs: &["helm"],
             packages: &["helm.sh/helm/v4/cmd/helm"],
         },
-        // What takes exported logs.
+        // It receives exported logs.
         Component {
             folder: "s3",
             modules: "go",
@@ -134,7 +134,7 @@ impl Component {
         packages: &["sigs.k8s.io/kwok/cmd/kwok"],
     };
 
-    /// Whether all of its programs are there, built from what `sources` (`tests/cluster/`) says.
+    /// Whether all of its programs exist, built from what `sources` (`tests/cluster/`) pins.
     pub fn is_built(&self, sources: &Path, binaries: &Path) -> bool {
         let when = |path: &Path| path.metadata().and_then(|meta| meta.modified()).ok();
         let pins = ["mod", "sum"].map(|ending| format!("{}.{ending}", self.modules));
@@ -143,7 +143,7 @@ impl Component {
         self.programs.iter().all(|program| when(&binaries.join(program)).is_some_and(|built| built >= newest))
     }
 
-    /// The command that builds it into `binaries`, with the version that a Kubernetes says it has. Modules and objects are kept in `cache`,
+    /// The command that builds it into `binaries`, with the version that a Kubernetes reports. Modules and objects are kept in `cache`,
     /// which may be removed afterwards.
     pub fn build(&self, version: &str, sources: &Path, binaries: &Path, cache: &Path) -> Command {
         let mut command = Command::new("go");
@@ -154,10 +154,10 @@ impl Component {
         command.env("GOFLAGS", "-mod=readonly -modcacherw");
         command.env("GOCACHE", cache.join("objects")).env("GOMODCACHE", cache.join("modules"));
         command.arg("build").arg("-o").arg(format!("{}/", binaries.display()));
-        // One setting of -trimpath for everything, or Go's cache keeps two of each.
+        // One setting of -trimpath for everything, or Go's cache would keep two of each.
         let version = format!("-s -w -X k8s.io/component-base/version.gitVersion={version}");
         command.args(["-trimpath", "-ldflags", &version, "-modfile", &format!("{}.mod", self.modules)]);
-        // They run for minutes: what inlining and debugging information cost the compiler, a third of its time, does not come back.
+        // They run only for minutes: inlining and debug information, a third of the compile time, would not pay off.
         command.arg("-gcflags=all=-l -dwarf=false");
         for package in self.packages {
             let short = self.folder == "containerd";

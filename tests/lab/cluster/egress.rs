@@ -1,4 +1,4 @@
-//! What Spillway's objects in a cluster say.
+//! The state of Spillway's objects in a cluster.
 
 use std::net::IpAddr;
 

@@ -38,7 +38,7 @@ pub use text::POD_IMAGE;
 const CLUSTERS: &str = "/tmp/spillway-cluster";
 /// The address and port of the API server.
 const API_SERVER: &str = "10.77.0.1:6443";
-/// How long the parts of a cluster may take to come up on a machine that is busy with other things.
+/// How long the parts of a cluster may take to come up on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// What a node is for.
@@ -89,15 +89,15 @@ impl Cluster {
         Cluster { name, dir, binaries: binaries.to_owned(), nodes: nodes.collect(), flannel: false }
     }
 
-    /// The same with flannel between the pods' networks (VXLAN, which masquerades, too) instead of routes.
+    /// The same with flannel between the pods' networks (VXLAN, which also masquerades) instead of routes.
     #[must_use]
     pub fn with_flannel(mut self) -> Self {
         self.flannel = true;
         self
     }
 
-    /// Starts everything and waits until all nodes are ready. What a dead process left of the same name is removed first.
-    /// `progress` is told what is being waited for.
+    /// Starts everything and waits until all nodes are ready. Leftovers of the same name are removed first. `progress`
+    /// receives what is being waited for.
     pub fn up(&self, mut progress: impl FnMut(&str)) -> Result<()> {
         progress("networks");
         self.make_place()?;
@@ -112,7 +112,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Starts an API server alone: nobody judges what its objects say.
+    /// Starts only an API server: nothing acts on its objects.
     pub fn up_alone(&self) -> Result<()> {
         self.make_place()?;
         self.start_first_api_server()
@@ -158,7 +158,7 @@ impl Cluster {
         &self.dir
     }
 
-    /// Which nodes Kubernetes thinks ready.
+    /// How many nodes Kubernetes reports as ready.
     pub fn ready_nodes(&self) -> Result<usize> {
         let path = "jsonpath={range .items[*]}{.status.conditions[?(@.type=='Ready')].status}{'\\n'}{end}";
         let output = self.kubectl(&["get", "nodes", "-o", path])?;
@@ -173,13 +173,13 @@ impl Cluster {
         Ok(command)
     }
 
-    /// Runs kubectl; its standard output.
+    /// Runs kubectl and returns its standard output.
     pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
         crate::command::output(self.kubectl_command()?.args(arguments))
             .with_context(|| format!("kubectl {}", arguments.join(" ")))
     }
 
-    /// Runs Helm; its standard output.
+    /// Runs Helm and returns its standard output.
     pub fn helm(&self, arguments: &[&str]) -> Result<String> {
         let mut command = self.netns("cp")?.command(self.binaries.join("helm"));
         command.env("KUBECONFIG", self.dir.join("kubeconfig"));
@@ -190,7 +190,7 @@ impl Cluster {
         crate::command::output(command.args(arguments)).with_context(|| format!("helm {}", arguments.join(" ")))
     }
 
-    /// Runs kubectl and returns how it ended, whatever it was.
+    /// Runs kubectl and returns its result, even if it failed.
     pub fn try_kubectl(&self, arguments: &[&str]) -> Result<Output> {
         Ok(self.kubectl_command()?.args(arguments).output()?)
     }
@@ -214,7 +214,7 @@ impl Cluster {
         wait_until(what, PATIENCE, || self.kubectl(arguments), |text| good(text))
     }
 
-    /// Makes a folder with what is `kubectl` on this cluster, and its plugins: file names, and the programs that they are.
+    /// Makes a folder with `kubectl` for this cluster, and its plugins: file names, and their programs.
     pub fn kubectl_folder(&self, plugins: &[(&str, &Path)]) -> Result<PathBuf> {
         use std::os::unix::fs::{PermissionsExt, symlink};
         let folder = self.dir.join("bin");
@@ -256,11 +256,11 @@ impl Cluster {
         }
     }
 
-    /// Waits until no process has this id any more.
+    /// Waits until no process has this id.
     fn wait_gone(pid: u32) -> Result<()> {
         wait_for(&format!("process {pid} ends"), Duration::from_secs(20), || {
             let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            // Our own dead children stay until somebody asks for them.
+            // Our own dead children stay as zombies until they are reaped.
             Ok(stat.is_empty() || stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')))
         })
     }

@@ -11,7 +11,7 @@ pub const SERVERS: [&str; 3] = ["203.0.113.7", "203.0.113.8", "198.51.100.10"];
 const OUTSIDE: [&str; 2] = ["203.0.113.0/24", "198.51.100.0/24"];
 
 impl ClusterNode {
-    /// Its address among the nodes.
+    /// Its address in the nodes' network.
     pub fn address(&self) -> String {
         format!("10.77.0.{}", 10 + self.number)
     }
@@ -93,8 +93,8 @@ impl Cluster {
         ns.sysctls(&[("net.ipv4.ip_forward", "1"), ("net.ipv4.conf.all.rp_filter", "0")])
     }
 
-    /// Has pods that start from now on take addresses of `10.RANGE.0.0/16`, as with a CNI that manages addresses by itself: routes lead to
-    /// them, and no Node names them. None: those that the Nodes name.
+    /// Lets pods that start from now on take addresses of `10.RANGE.0.0/16`, as with a CNI that manages addresses by itself: routes lead
+    /// to them, and no Node names them. `None`: those that the Nodes name.
     pub fn pods_from(&self, range: Option<u8>) -> Result<()> {
         let network = |node: &ClusterNode, range: u8| format!("10.{range}.{}.0/24", node.number);
         let Some(range) = range else {
@@ -110,7 +110,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Cuts a node off from everybody, or puts it back on its networks.
+    /// Cuts a node off from everything, or reconnects it to its networks.
     pub fn partition(&self, node: &str, cut: bool) -> Result<()> {
         let node = self.node(node)?;
         let state = if cut { "down" } else { "up" };
@@ -124,7 +124,7 @@ impl Cluster {
     pub(super) fn remove_networks(&self) {
         let parts = ["cp", "out"].into_iter().chain(self.nodes.iter().map(|node| node.name.as_str()));
         for part in parts {
-            // What is not there need not be removed.
+            // What does not exist need not be removed.
             netns::remove(&self.netns_name(part)).ok();
         }
     }

@@ -1,4 +1,4 @@
-//! Starting and stopping the control plane and the nodes.
+//! Starts and stops the control plane and the nodes.
 
 use std::fs::{self, File};
 use std::net::TcpListener;
@@ -16,7 +16,7 @@ use super::{API_SERVER, Cluster, ClusterNode, NodeKind, PATIENCE, SERVERS};
 use crate::wait::wait_for;
 
 const INIT: &str = include_str!("node-init.sh");
-/// Where etcd listens, which is in the API server's process.
+/// Where etcd listens, in the API server's process.
 const ETCD: &str = "127.0.0.1:2379";
 const ZONES: [&str; 3] = ["a", "b", "c"];
 
@@ -28,13 +28,13 @@ impl Cluster {
         Ok(path)
     }
 
-    /// Has the pods that start on a node from now on take their addresses from a network.
+    /// Lets the pods that start on a node from now on take their addresses from a network.
     pub(super) fn write_cni(&self, node: &ClusterNode, bridge: &str, pods: &str) -> Result<()> {
         let text = text::cni(bridge, pods, !self.flannel);
         self.file(&format!("{}/cni/10-lab.conflist", node.name), &text).map(drop)
     }
 
-    /// Starts a program that outlives us, and notes its process id in `<name>.pid`.
+    /// Starts a program that outlives us, and records its process id in `<name>.pid`.
     fn start(&self, name: &str, mut command: Command) -> Result<u32> {
         let log = File::create(self.dir.join(format!("{name}.log")))?;
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
@@ -52,7 +52,7 @@ impl Cluster {
         let mut scheduler = self.component("scheduler")?;
         scheduler.args(["--leader-elect=false", "--bind-address=127.0.0.1"]);
         self.start("scheduler", scheduler)?;
-        // Pods are refused before it is there.
+        // Pods are refused before it exists.
         wait_for("the default service account", PATIENCE, || Ok(self.kubectl(&["get", "sa", "default"]).is_ok()))?;
         self.apply(
             "{apiVersion: rbac.authorization.k8s.io/v1, kind: ClusterRoleBinding, metadata: {name: lab-proxy},
@@ -82,7 +82,7 @@ impl Cluster {
         Ok(command)
     }
 
-    /// Servers outside that tell whoever connects the address that he is seen with: port 80 of all of [`SERVERS`].
+    /// Servers outside that tell each client its address as seen there: port 80 of all of [`SERVERS`].
     pub fn serve_outside(&self) -> Result<()> {
         let mut command = self.netns("out")?.command(self.binaries.join("pod"));
         command.arg("serve").args(SERVERS.map(|server| format!("{server}:80")));
@@ -115,22 +115,22 @@ impl Cluster {
     /// Kills the API server and etcd at once. [`Self::start_api_server`] starts them again with what they had written.
     pub fn kill_api_server(&self) -> Result<()> {
         self.kill("apiserver")?;
-        // A process that is hardly gone has its sockets for a moment longer.
+        // A process that has just ended keeps its sockets for a moment.
         let cp = self.netns("cp")?;
         wait_for("etcd's port is free", PATIENCE, || Ok(cp.run(|| Ok(TcpListener::bind(ETCD)?)).is_ok()))
     }
 
-    /// Stops the API server and etcd, or lets them go on: connections stay, and nothing is answered.
+    /// Stops the API server and etcd, or lets them continue. While stopped, connections stay, and nothing is answered.
     pub fn freeze_api_server(&self, frozen: bool) -> Result<()> {
         let pid: i32 = fs::read_to_string(self.dir.join("apiserver.pid"))?.trim().parse()?;
         let signal = if frozen { Signal::SIGSTOP } else { Signal::SIGCONT };
-        kill(Pid::from_raw(pid), signal).context("the API server cannot be stopped or let go on")
+        kill(Pid::from_raw(pid), signal).context("the API server cannot be frozen or thawed")
     }
 
     fn kill(&self, name: &str) -> Result<()> {
         let file = self.dir.join(format!("{name}.pid"));
         if let Some(pid) = fs::read_to_string(&file).ok().and_then(|text| text.trim().parse().ok()) {
-            // It may be dead already; after a reboot the number may be another process's, which is not ours to end.
+            // It may be dead already; after a reboot the id may be another process's, which must not be killed.
             let ours = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             if ["k8s", "unshare", "node-init", "serve"].iter().any(|word| ours.contains(word)) {
                 kill(Pid::from_raw(pid), Signal::SIGKILL).ok();
@@ -177,7 +177,7 @@ impl Cluster {
         self.give_pods(node)
     }
 
-    /// Nodes have their pods' networks from us: the CNI's configuration is written before Kubernetes could choose one.
+    /// We assign the pods' networks to nodes: the CNI's configuration is written before Kubernetes could choose one.
     fn give_pods(&self, node: &ClusterNode) -> Result<()> {
         let patch = format!("{{\"spec\":{{\"podCIDR\":\"{0}\",\"podCIDRs\":[\"{0}\"]}}}}", node.pods());
         wait_for(&format!("{} registers", node.name), PATIENCE, || {
@@ -215,7 +215,7 @@ impl Cluster {
         self.kill(&self.node(name)?.name)
     }
 
-    /// Stops every process of a node, or lets them go on.
+    /// Stops every process of a node, or lets them continue.
     pub fn freeze_node(&self, name: &str, frozen: bool) -> Result<()> {
         let groups = fs::read_to_string(self.dir.join(format!("{name}.cgroups")))?;
         let Some(freezer) = groups.lines().find(|group| group.contains("/freezer/")) else {
@@ -277,7 +277,7 @@ impl Cluster {
     }
 }
 
-/// Removes a group and those below it, as far as nothing is in them.
+/// Removes a group and those below it, if they are empty.
 fn remove_groups(group: &Path) {
     let entries = fs::read_dir(group).into_iter().flatten().flatten();
     for entry in entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {

@@ -1,4 +1,4 @@
-//! Pods of a cluster as the lab's traffic sees them: network namespaces.
+//! Pods of a cluster, for the lab's traffic: network namespaces.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -59,7 +59,7 @@ impl Cluster {
         self.deployed(app, replicas)
     }
 
-    /// The pods of a Deployment, once there are so many.
+    /// The pods of a Deployment, once there are `count`.
     pub fn deployed(&self, app: &str, count: usize) -> Result<Vec<ClusterPod>> {
         let selector = format!("deployment={app}");
         let pods = || self.pods("default", &selector);
@@ -67,7 +67,7 @@ impl Cluster {
     }
 }
 
-/// The network namespace of a pod, by a process whose host name is the pod's.
+/// The network namespace of a pod, found by a process with the pod's host name.
 fn pod_namespace(pod: &str) -> Result<NetNs> {
     match processes_with(&format!("HOSTNAME={pod}"))?.first() {
         Some(process) => NetNs::open_file(pod, &process.join("ns/net")),
@@ -75,7 +75,7 @@ fn pod_namespace(pod: &str) -> Result<NetNs> {
     }
 }
 
-/// The folders in /proc of all processes in whose environment this is, as `NAME=value`.
+/// The folders in /proc of all processes with this in their environment, as `NAME=value`.
 pub fn processes_with(variable: &str) -> Result<Vec<PathBuf>> {
     let has = |path: &PathBuf| {
         let environment = fs::read(path.join("environ")).unwrap_or_default();

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// A kubeconfig for who has a token.
+/// A kubeconfig with a token.
 pub fn kubeconfig(server: &str, token: &str) -> String {
     format!(
         "apiVersion: v1
@@ -60,7 +60,7 @@ imports = []
 /// The image that pods of tests run, and that holds the namespaces of all pods.
 pub const POD_IMAGE: &str = "localhost/spillway/pod:1";
 
-/// A kubelet on cgroup v1 that evicts nobody for want of disk.
+/// A kubelet on cgroup v1 that evicts no pods for lack of disk space.
 pub const KUBELET: &str = "apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
@@ -77,7 +77,7 @@ evictionHard: {memory.available: 50Mi}
 imageGCHighThresholdPercent: 100
 ";
 
-/// The API server notes every request of Spillway's service accounts, and nobody else's.
+/// The API server logs every request of Spillway's service accounts, and no others.
 pub const AUDIT: &str = "apiVersion: audit.k8s.io/v1
 kind: Policy
 omitStages: [RequestReceived]

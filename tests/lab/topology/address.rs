@@ -68,10 +68,10 @@ pub const UNDERLAY: [&str; 2] = ["10.88.0.0/24", "fd88::/64"];
 pub const EXTERNAL: [&str; 2] = ["192.0.2.0/24", "2001:db8:2::/64"];
 /// The prefixes of the servers behind the router.
 pub const FAR: [&str; 2] = ["198.51.100.0/24", "2001:db8:51::/64"];
-/// What all pods' addresses lie in.
+/// The prefixes of all pods' addresses.
 pub const PODS: [&str; 2] = ["10.244.0.0/16", "fd00:10:244::/48"];
 
-/// The number that looks in hexadecimal as `number` does in decimal.
+/// The number whose hexadecimal digits are the decimal digits of `number`.
 fn look_alike(number: u8) -> u16 {
     let (hundreds, tens, ones) = (number / 100, number / 10 % 10, number % 10);
     u16::from(hundreds) << 8 | u16::from(tens) << 4 | u16::from(ones)

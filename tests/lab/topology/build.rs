@@ -1,4 +1,4 @@
-//! Making a lab: all links in one batch, then each namespace's own set-up, several at a time.
+//! Makes a lab: all links in one batch, then each namespace's own setup, several at a time.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -65,7 +65,7 @@ impl Builder {
         self
     }
 
-    /// The MTU behind the router: below the external segment's it makes the router send "too big".
+    /// The MTU behind the router: if smaller than the external segment's, the router sends "too big".
     pub fn far_mtu(mut self, mtu: u32) -> Builder {
         self.settings.far_mtu = mtu;
         self
@@ -89,7 +89,7 @@ impl Builder {
         self
     }
 
-    /// Whether nodes masquerade what their pods send to other nodes, too, as the bridge CNI does with `ipMasq`. Off by default.
+    /// Whether nodes also masquerade what their pods send to other nodes, as the bridge CNI does with `ipMasq`. Off by default.
     pub fn masquerade_underlay(mut self, on: bool) -> Builder {
         self.settings.masquerade_underlay = on;
         self
@@ -108,14 +108,15 @@ impl Builder {
         self
     }
 
-    /// No other test runs beside this one: it makes so much load, or is so strict about time, that each would disturb the other.
+    /// No other test runs in parallel with this one: it makes so much load, or is so strict about time, that each would disturb
+    /// the other.
     pub fn alone(mut self) -> Builder {
         self.settings.alone = true;
         self
     }
 
     /// Makes the lab and runs a test in it. When the test fails, the error, the ends of the processes' logs and the
-    /// folder with everything else are shown, while the lab still stands. Panics when the test fails.
+    /// folder with everything else are shown, while the lab still exists. Panics if the test fails.
     pub fn run(self, test: impl FnOnce(&mut Lab) -> Result<()>) {
         let _share = machine::take(self.settings.alone).unwrap_or_else(|error| panic!("{error:?}"));
         let mut lab = self.build().unwrap_or_else(|error| panic!("the lab cannot be built: {error:?}"));
@@ -224,7 +225,7 @@ fn make_bridges(underlay: &NetNs, external: &NetNs, router: &NetNs, settings: &L
             format!("link set {name} up"),
         ]
     };
-    // They are switches, which know no netfilter, whatever the nodes' own bridges do.
+    // They are switches without netfilter, whatever the nodes' own bridges do.
     for switch in [underlay, external] {
         for table in ["arptables", "iptables", "ip6tables"] {
             let sysctl = format!("net.bridge.bridge-nf-call-{table}");
@@ -336,7 +337,7 @@ fn set_up_server(server: &Server) -> Result<()> {
     server.ns.wait_addressed(&["eth0"])
 }
 
-/// The bridge `far` runs only if somebody is behind it.
+/// The bridge `far` runs only if there is a server behind it.
 fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, LabNode>, far_runs: bool) -> Result<()> {
     let mut lines = Vec::new();
     for (interface, Dual { v4, v6 }) in

@@ -1,11 +1,11 @@
-//! Breaking things: links down, interfaces gone, nodes dead, nodes cut off.
+//! Causes faults: links down, interfaces gone, nodes dead, nodes cut off.
 
 use anyhow::Result;
 
 use super::{Lab, Role};
 use crate::netns::NetNs;
 
-/// Without a carrier a gateway gives up after 0.15 s, and not after the 3 s that [`ONE_SECOND`], the kernel's default, makes.
+/// Without a carrier a gateway gives up after 0.15 s, not after 3 s as with [`ONE_SECOND`], the kernel's default.
 const GIVE_UP_SOON: &str = "50";
 const ONE_SECOND: &str = "1000";
 
@@ -20,7 +20,7 @@ pub enum Segment {
 
 impl Lab {
     /// The power fails: Spillway's processes of the node are killed and its ports go down on all segments, so that
-    /// nothing that its kernel still does reaches anybody. The Node object stays as it is.
+    /// nothing that its kernel still sends reaches anybody. The Node object stays as it is.
     pub fn kill_node(&mut self, name: &str) -> Result<()> {
         self.cut(name, Segment::Underlay)?;
         if self.node(name).role == Role::Gateway {
@@ -32,10 +32,11 @@ impl Lab {
         Ok(())
     }
 
-    /// The power is back: the ports come up, and the kernel has nothing of Spillway's any more, as after a boot. Spillway is started again by
-    /// [`Lab::start_agent`].
+    /// The power is back: the ports come up, and the kernel has nothing left of Spillway, as after a reboot. [`Lab::start_agent`] starts
+    /// Spillway again.
     pub fn revive_node(&mut self, name: &str) -> Result<()> {
-        // With the old maps a gateway would be able until its deadline, and a port may come up a second after the other.
+        // With the old maps a gateway would be able until its deadline, and one port may come up a second after the
+        // other.
         self.clean_up(name)?;
         self.heal(name, Segment::Underlay)?;
         if self.node(name).role == Role::Gateway {
@@ -57,8 +58,9 @@ impl Lab {
         self.ask_neighbours_each(node, segment, ONE_SECOND)
     }
 
-    /// How many milliseconds a gateway waits before it repeats a question for a neighbour at its uplink; after three it gives up what waits
-    /// for the answer. All nodes are one kernel here: the sender's TCP sees a packet that waits there, and does not send it again.
+    /// Sets how many milliseconds a gateway waits before it repeats a neighbour request at its uplink; after three it drops the packets
+    /// that wait for the answer. All nodes share one kernel here: the sender's TCP sees a packet that waits there, and does not retransmit
+    /// it.
     fn ask_neighbours_each(&self, node: &str, segment: Segment, milliseconds: &str) -> Result<()> {
         match self.nodes.get(node) {
             Some(node) if node.external.is_some() && segment == Segment::External => {
@@ -69,7 +71,7 @@ impl Lab {
         }
     }
 
-    /// Lets the segment lose all frames from and to a node while its link stays up: nobody notices but by silence.
+    /// Lets the segment lose all frames from and to a node while its link stays up: only the silence shows it.
     pub fn isolate(&self, node: &str, segment: Segment) -> Result<()> {
         self.segment(segment).nft(&format!(
             "table bridge isolate-{node} {{
@@ -83,13 +85,13 @@ impl Lab {
         self.segment(segment).nft(&format!("delete table bridge isolate-{node}"))
     }
 
-    /// Makes a hub of the segment's switch: it keeps no addresses, and sends each frame to everybody, as switches do for a while that have
-    /// lost their table, or have no room in it.
+    /// Makes the segment's switch a hub: it learns no addresses and floods each frame, like a switch that has lost its table, or whose
+    /// table is full.
     pub fn flood(&self, segment: Segment) -> Result<()> {
         self.segment(segment).ip(&["link set br0 type bridge ageing_time 0 fdb_flush".into()])
     }
 
-    /// Makes a node unable to reach the manifests directory, as when its way to the API server is cut.
+    /// Makes a node unable to reach the manifests directory, as when its path to the API server is cut.
     pub fn cut_store(&self, node: &str) -> Result<()> {
         self.store_link(node).map(drop)?;
         std::fs::remove_file(self.store_path(node))?;

@@ -36,10 +36,10 @@ use crate::netns::NetNs;
 use crate::process::Process;
 use crate::scope::Scope;
 
-/// The folder of the maps' layout that the programs under test have (`LAYOUT_VERSION` of egress-common).
+/// The folder of the map layout of the programs under test (`LAYOUT_VERSION` of egress-common).
 const LAYOUT: &str = "v3";
 
-/// A host outside of the cluster.
+/// A host outside the cluster.
 #[derive(Clone, Debug)]
 pub struct Server {
     /// `server1`, `far1`.
@@ -54,7 +54,7 @@ pub struct Server {
 #[derive(Debug)]
 pub struct Lab {
     settings: LabSettings,
-    /// Spillway's processes by name. Declared before the scope: they end before the namespaces go.
+    /// Spillway's processes by name. Declared before the scope: they end before the namespaces are removed.
     pub(crate) processes: BTreeMap<String, Process>,
     nodes: BTreeMap<String, LabNode>,
     servers: BTreeMap<String, Server>,
@@ -93,12 +93,12 @@ impl Lab {
         self.scope.bpffs(node)
     }
 
-    /// Where the pins of `node` lie in there: `maps/NAME` and `links/PROGRAM-IFINDEX`.
+    /// Where the pins of `node` are in it: `maps/NAME` and `links/PROGRAM-IFINDEX`.
     pub fn pins(&self, node: &str) -> PathBuf {
         self.bpffs(node).join(LAYOUT)
     }
 
-    /// A node by its name. Panics when there is none: a mistake of the caller.
+    /// A node by its name. Panics if there is none, which is a mistake of the caller.
     pub fn node(&self, name: &str) -> &LabNode {
         self.nodes.get(name).unwrap_or_else(|| panic!("the lab has no node {name}, only {:?}", self.nodes.keys()))
     }
@@ -133,7 +133,7 @@ impl Lab {
         self.pods.values()
     }
 
-    /// Makes `server`, on the external segment, answer for `count` more addresses, which gateways then reach by way of it.
+    /// Makes `server`, on the external segment, answer for `count` more addresses, which gateways then reach through it.
     pub fn crowd(&self, server: &Server, count: u16) -> Result<Vec<Dual>> {
         server.ns.ip(&address::CROWD.map(|network| format!("route add local {network} dev lo")))?;
         let [v4, v6] = address::CROWD;
@@ -171,7 +171,8 @@ impl Lab {
         ns.wait_running(&["eth0"])
     }
 
-    /// Leaves the lab up when it is dropped, until [`crate::scope::remove_kept`] or a reboot: its processes go on too.
+    /// Leaves the lab up when it is dropped, until [`crate::scope::remove_kept`] or a reboot: its processes continue,
+    /// too.
     pub fn keep(mut self) -> Result<()> {
         for process in self.processes.values_mut() {
             process.leave();
@@ -185,8 +186,8 @@ impl Lab {
     }
 
     /// Adds a pod in the order of a cluster: the Pod object, the link, the addresses in the Pod object. The pod's
-    /// namespace exists before its link does, so that [`Lab::prepare_pod`] and [`Lab::start_pod`] can be called apart to
-    /// have a process wait in it.
+    /// namespace exists before its link does, so that [`Lab::prepare_pod`] and [`Lab::start_pod`] can be called
+    /// separately to let a process wait in it.
     pub fn add_pod(&mut self, spec: PodSpec) -> Result<Pod> {
         let pod = self.prepare_pod(spec)?;
         self.start_pod(&pod.key())?;

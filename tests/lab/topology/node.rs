@@ -11,9 +11,9 @@ use crate::netns::NetNs;
 /// What a node is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Runs pods; its own way out is the router on the underlay.
+    /// Runs pods; its own default gateway is the router on the underlay.
     Worker,
-    /// Has `ext0` on the external segment too, and its default route there.
+    /// Also has `ext0` on the external segment, and its default route there.
     Gateway,
 }
 
@@ -28,7 +28,7 @@ pub struct LabNode {
     pub index: u8,
     /// Its network namespace.
     pub ns: NetNs,
-    /// Its addresses on the underlay (`eth0`): the node's InternalIPs, and what a leak of a worker shows.
+    /// Its addresses on the underlay (`eth0`): the node's InternalIPs, and the source of a worker's leaks.
     pub underlay: Dual,
     /// A gateway's addresses on the external segment (`ext0`).
     pub external: Option<Dual>,
@@ -39,8 +39,7 @@ pub struct LabNode {
 }
 
 impl LabNode {
-    /// The addresses that un-policied traffic of this node's pods has at a server: masquerade takes the outgoing
-    /// interface's.
+    /// The addresses that a server sees of this node's pods without a policy: masquerade uses the outgoing interface's.
     pub fn masquerade(&self) -> Dual {
         self.external.unwrap_or(self.underlay)
     }
@@ -100,7 +99,7 @@ impl LabNode {
     }
 }
 
-/// `underlay`: towards other nodes, too.
+/// `underlay`: also towards other nodes.
 fn masquerade(underlay: bool) -> String {
     let ([pods4, pods6], [under4, under6]) = (address::PODS, address::UNDERLAY);
     let (but4, but6) = if underlay {

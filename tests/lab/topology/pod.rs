@@ -1,4 +1,4 @@
-//! Pods as namespaces of their own, wired to their node in the two ways that CNIs have.
+//! Pods as namespaces of their own, wired to their node in the two ways of CNIs.
 
 use std::collections::BTreeMap;
 
@@ -65,21 +65,21 @@ impl PodSpec {
         self
     }
 
-    /// Gives the pod these addresses, of a pod that is gone, say.
+    /// Gives the pod these addresses, for example those of a removed pod.
     pub fn ips(mut self, ips: Dual) -> PodSpec {
         self.ips = Some(ips);
         self
     }
 }
 
-/// A pod of the lab. A copy of what was true when it was handed out.
+/// A pod of the lab. A copy of its state when it was returned.
 #[derive(Clone, Debug)]
 pub struct Pod {
     /// Its name.
     pub name: String,
     /// Its Kubernetes namespace.
     pub namespace: String,
-    /// Its Kubernetes uid: another one for each pod that is added, also under an old name.
+    /// Its Kubernetes uid: a new one for each pod that is added, even under an old name.
     pub uid: String,
     /// The node that it runs on.
     pub node: String,
@@ -127,7 +127,7 @@ impl Pod {
         }
         self.add_routes_on(node)?;
         self.ns.ip(&["link set eth0 up".to_owned()])?;
-        // The pod gets addresses last, so that its first packet finds its next hop ready.
+        // The pod gets addresses last, so that its next hop is ready for its first packet.
         self.ns.wait_addressed(&["eth0"])?;
         node.ns.wait_running(&[host])?;
         match self.cni {
@@ -170,7 +170,7 @@ impl Pod {
         })
     }
 
-    /// Takes the link away, on both sides.
+    /// Removes the link, on both sides.
     pub(super) fn detach(&self, node: &LabNode) -> Result<()> {
         node.ns.ip(&[format!("link del {}", self.host_interface)])
     }

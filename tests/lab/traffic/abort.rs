@@ -14,12 +14,12 @@ use crate::netns::NetNs;
 /// How long either end waits for the other.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Opens a connection from `client` to `target` in `server`, which sends a byte and a reset right behind it: before the client acknowledges
-/// the byte. The client's address and port.
+/// Opens a connection from `client` to `target` in `server`, which sends a byte and a reset right after it, before the client acknowledges
+/// the byte. Returns the client's address and port.
 pub fn reset_behind_data(client: &NetNs, server: &NetNs, target: SocketAddr) -> Result<SocketAddr> {
     let listener = server.run(|| bind(target, std::net::TcpListener::bind))?;
     let mut near = client.run(|| Ok(TcpStream::connect_timeout(&target, TIMEOUT)?))?;
-    // Acknowledgments wait for data to go with.
+    // Delay acknowledgements until there is data to send.
     set_int(&near, libc::IPPROTO_TCP, libc::TCP_QUICKACK, 0)?;
     near.set_read_timeout(Some(TIMEOUT))?;
     let (mut far, _) = listener.accept()?;

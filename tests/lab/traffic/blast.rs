@@ -1,8 +1,8 @@
-//! UDP at the highest rate that one processor makes: `sendmmsg` from one thread, counted at the receiver.
+//! UDP at the highest rate of one processor: `sendmmsg` from one thread, counted at the receiver.
 //!
-//! The receiver's socket drops everything in a filter and counts what it dropped, so that the count costs nothing but the
-//! way to the socket. Between network namespaces all of a packet's way runs on the sender's processor, in the sender's
-//! system call or in `ksoftirqd`; [`BlastReport::cpu`] holds both.
+//! The receiver's socket drops everything in a filter and counts what it dropped, so that the count costs only the path
+//! to the socket. Between network namespaces the whole path of a packet runs on the sender's processor, in the sender's
+//! system call or in `ksoftirqd`; [`BlastReport::cpu`] includes both.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd};
@@ -17,7 +17,7 @@ use crate::netns::NetNs;
 
 /// Datagrams in one system call.
 const BATCH: usize = 64;
-/// The place of the number of drops in `SO_MEMINFO` (linux/sock_diag.h).
+/// The index of the number of drops in `SO_MEMINFO` (linux/sock_diag.h).
 const SK_MEMINFO_DROPS: usize = 8;
 const SK_MEMINFO_VARS: usize = 9;
 
@@ -53,7 +53,7 @@ impl UdpSink {
     pub fn count(&self) -> Result<u32> {
         let mut words = [0u32; SK_MEMINFO_VARS];
         let mut size = size_of_val(&words) as libc::socklen_t;
-        // SAFETY: the pointers are to live variables, and `size` says how large the first one is.
+        // SAFETY: the pointers are to live variables, and `size` is the size of the first one.
         let result = unsafe {
             libc::getsockopt(
                 self.socket.as_raw_fd(),
@@ -101,7 +101,7 @@ pub struct Blaster {
     sockets: Vec<UdpSocket>,
     targets: Vec<SockaddrStorage>,
     payload: Vec<u8>,
-    /// The place of the next batch.
+    /// The position of the next batch.
     next: usize,
 }
 
@@ -115,7 +115,7 @@ impl Blaster {
                 let socket = UdpSocket::bind(any).context("cannot open a socket to send from")?;
                 setsockopt(&socket.as_fd(), sockopt::SndBuf, &(1 << 20))?;
                 if targets.len() == 1 {
-                    socket.connect(first).with_context(|| format!("no way to {first}"))?;
+                    socket.connect(first).with_context(|| format!("no route to {first}"))?;
                 }
                 Ok(socket)
             };
@@ -144,7 +144,7 @@ impl Blaster {
         self.count(sink, |start, _| start.elapsed() < window)
     }
 
-    /// Sends one datagram on each flow, or a little more where flows are fewer than a batch.
+    /// Sends one datagram on each flow, or a few more if there are fewer flows than a batch.
     pub fn run_once(&mut self, sink: &UdpSink) -> Result<BlastReport> {
         self.next = 0;
         let flows = self.flows() as u64;
@@ -184,14 +184,14 @@ impl Blaster {
                 message.msg_hdr.msg_namelen = targets[i].len();
             }
         }
-        // SAFETY: every header points to addresses and bytes that live on, and `count` of them are filled in.
+        // SAFETY: every header points to live addresses and bytes, and `count` of them are filled in.
         let sent = unsafe { libc::sendmmsg(socket, messages.as_mut_ptr(), count as u32, 0) };
         match sent {
             0.. => Ok(sent as u64),
             _ => {
                 let error = std::io::Error::last_os_error();
                 match error.raw_os_error() {
-                    // What was sent before may have been answered by an ICMP error, which is told here.
+                    // An earlier datagram may have been answered by an ICMP error, which is reported here.
                     Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENOBUFS | libc::EAGAIN | libc::EINTR) => Ok(0),
                     _ => Err(error).context("sendmmsg"),
                 }

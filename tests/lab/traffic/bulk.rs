@@ -18,12 +18,12 @@ use crate::netns::NetNs;
 
 /// Bytes per system call.
 const CHUNK: usize = 128 << 10;
-/// A transfer that makes no progress for so long has failed.
+/// A transfer that makes no progress for this long has failed.
 const STALLED: Duration = Duration::from_secs(10);
-/// From then on a transfer that is slower than this (bytes in a second) has failed: segment by segment, each sent again.
+/// After that, a transfer slower than this (bytes per second) has failed: it retransmits every segment.
 const CRAWL: f64 = 100_000.0;
 
-/// Which way the bytes flow.
+/// The direction of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Direction {
     /// From the client to the server.
@@ -39,7 +39,7 @@ pub struct BulkReport {
     pub bytes: u64,
     /// From the first byte sent until the receiver had the last one.
     pub elapsed: Duration,
-    /// Segments that the sender sent again.
+    /// Segments that the sender retransmitted.
     pub retransmitted: u32,
     /// The largest segment that the sender used.
     pub segment: u32,
@@ -101,7 +101,7 @@ pub fn bulk(ns: &NetNs, target: SocketAddr, direction: Direction, bytes: u64) ->
             }
         };
         stream.shutdown(Shutdown::Write)?;
-        // The server answers with what it saw: bytes, retransmissions, segment size.
+        // The server answers with its figures: bytes, retransmissions, segment size.
         let mut answer = [0; 16];
         stream.read_exact(&mut answer).context("the server's answer")?;
         let elapsed = start.elapsed();
@@ -125,7 +125,7 @@ fn serve(listeners: &[TcpListener], stop: &AtomicBool) -> Result<()> {
             poll(&mut fds, PollTimeout::from(10u8)).context("poll")?;
             for listener in listeners {
                 match listener.accept() {
-                    // A transfer that fails is the client's to report.
+                    // The client reports a transfer that fails.
                     Ok((stream, _)) => drop(scope.spawn(move || transfer(stream).ok())),
                     Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                     Err(error) => return Err(error).context("accept"),
@@ -194,7 +194,7 @@ fn tcp_info(stream: &TcpStream) -> Result<(u32, u32)> {
     // SAFETY: all zero bytes are a valid tcp_info.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut size = size_of::<libc::tcp_info>() as libc::socklen_t;
-    // SAFETY: the pointers are to live variables, and `size` says how large the first one's is.
+    // SAFETY: the pointers are to live variables, and `size` is the size of the first one's.
     let result = unsafe {
         libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut size)
     };

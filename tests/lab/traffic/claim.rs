@@ -1,5 +1,4 @@
-//! A host that says that an address is at its MAC address (gratuitous ARP, or an unsolicited Neighbor Advertisement), and one
-//! that asks.
+//! A host that claims an address (gratuitous ARP, or an unsolicited Neighbor Advertisement), and one that requests addresses.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
@@ -48,7 +47,7 @@ pub fn send_claim(ns: &NetNs, interface: &str, address: IpAddr, mac: [u8; 6]) ->
     ns.run(|| send_frame(index, &frame).with_context(|| format!("cannot claim {address}")))
 }
 
-/// A host that asks by ARP, again and again, who has some addresses, until it is dropped.
+/// A host that repeatedly asks by ARP who has some addresses, until it is dropped.
 #[derive(Debug)]
 pub struct Asker {
     stop: Option<Sender<()>>,
@@ -56,7 +55,7 @@ pub struct Asker {
 }
 
 impl Asker {
-    /// Asks out of `interface` of `ns` once every `interval` for each of `addresses`, as the owner of `own`.
+    /// Asks through `interface` of `ns` once every `interval` for each of `addresses`, as the owner of `own`.
     pub fn start(
         ns: &NetNs,
         interface: &str,
@@ -104,7 +103,7 @@ pub(super) fn send_frame(index: u32, frame: &[u8]) -> io::Result<()> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: fd is open and nobody else's.
+    // SAFETY: fd is open and owned by nobody else.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: all zeros is a valid sockaddr_ll.
     let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };

@@ -1,5 +1,5 @@
-//! CPU time of what a load causes: the calling thread's, and that of the threads that do the kernel's deferred work; and which
-//! processor a load runs on.
+//! The CPU time that a load causes: the calling thread's, and that of the threads that do the kernel's deferred work. Also
+//! sets which processor a load runs on.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,15 +11,16 @@ use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 
-/// The CPU time that the calling thread has used, with what interrupts did in its name.
+/// The CPU time that the calling thread has used, with what interrupts charged to it.
 pub fn this_thread() -> Result<Duration> {
     Ok(Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)?))
 }
 
-/// Runs `work` on processor number `cpu`, with the threads and processes that it starts; on any, where there is no such one.
+/// Runs `work` on processor number `cpu`, with the threads and processes that it starts; on any if there is no such
+/// processor.
 pub fn on_cpu<T>(cpu: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let this = Pid::from_raw(0);
-    let before = sched_getaffinity(this).context("the processors of this thread")?;
+    let before = sched_getaffinity(this).context("cannot read the processors of this thread")?;
     let mut only = CpuSet::new();
     only.set(cpu)?;
     match sched_setaffinity(this, &only) {
@@ -31,7 +32,7 @@ pub fn on_cpu<T>(cpu: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
     outcome
 }
 
-/// Runs `work` with another priority, and the threads and processes that it starts: less than 0 comes before others.
+/// Runs `work`, and the threads and processes that it starts, with another priority: below 0 is higher than others.
 pub fn with_nice<T>(nice: i32, work: impl FnOnce() -> Result<T>) -> Result<T> {
     set_nice(nice)?;
     let outcome = work();
@@ -39,14 +40,14 @@ pub fn with_nice<T>(nice: i32, work: impl FnOnce() -> Result<T>) -> Result<T> {
     outcome
 }
 
-/// Linux takes a thread's number here, and 0 is the thread that asks.
+/// Linux takes a thread's id here; 0 is the calling thread.
 fn set_nice(nice: i32) -> Result<()> {
     // SAFETY: numbers only.
     let set = unsafe { nix::libc::setpriority(nix::libc::PRIO_PROCESS, 0, nice) };
     Errno::result(set).with_context(|| format!("cannot set the priority {nice}")).map(drop)
 }
 
-/// A stop-watch over all `ksoftirqd`.
+/// A stopwatch over all `ksoftirqd`.
 #[derive(Debug)]
 pub struct SoftirqClock {
     files: Vec<PathBuf>,

@@ -1,4 +1,4 @@
-//! Packets made by hand, one at a time: with chosen ports, without sockets behind them, or inside of a tunnel's headers.
+//! Packets made by hand, one at a time: with chosen ports, without sockets behind them, or inside a tunnel's headers.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::AsRawFd;
@@ -46,7 +46,7 @@ fn packet(protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<
     Ok(bytes)
 }
 
-/// Sends one packet from each of `ports` of `source` to `target`, as fast as they go. Nobody waits for answers.
+/// Sends one packet from each of `ports` of `source` to `target`, as fast as possible. Does not wait for answers.
 pub fn spray(
     ns: &NetNs,
     protocol: Protocol,
@@ -57,7 +57,7 @@ pub fn spray(
     send_raw(ns, target.ip(), ports.into_iter().map(|port| packet(protocol, SocketAddr::new(source, port), target)))
 }
 
-/// Sends packets, whatever their source, to `target` by one raw socket.
+/// Sends packets with any source to `target` through one raw socket.
 fn send_raw(ns: &NetNs, target: IpAddr, packets: impl Iterator<Item = Result<Vec<u8>>> + Send) -> Result<()> {
     ns.run(|| {
         let socket = packet_socket(target)?;
@@ -70,7 +70,7 @@ fn send_raw(ns: &NetNs, target: IpAddr, packets: impl Iterator<Item = Result<Vec
     })
 }
 
-/// Sends a pod's or host's ICMP error "port unreachable" about a datagram from `about.0` to `about.1`, with a payload of its own behind
+/// Sends a pod's or host's ICMP error "port unreachable" about a datagram from `about.0` to `about.1`, with a payload of its own after
 /// what it quotes.
 pub fn send_error(ns: &NetNs, source: IpAddr, target: IpAddr, about: (SocketAddr, SocketAddr)) -> Result<()> {
     const TTL: u8 = 64;
@@ -111,7 +111,7 @@ pub fn send_packet(ns: &NetNs, protocol: Protocol, source: SocketAddr, target: S
     spray(ns, protocol, source.ip(), [source.port()], target)
 }
 
-/// Sends a packet inside of VXLAN to the tunnel device at `device`, from the namespace's own address.
+/// Sends a packet inside VXLAN to the tunnel device at `device`, from the namespace's own address.
 pub fn send_vxlan(
     ns: &NetNs,
     device: SocketAddr,
@@ -128,7 +128,7 @@ pub fn send_vxlan(
     })
 }
 
-/// [`send_vxlan`] by a raw socket, from any address and port.
+/// [`send_vxlan`] through a raw socket, from any address and port.
 pub fn send_vxlan_from(
     ns: &NetNs,
     from: SocketAddr,

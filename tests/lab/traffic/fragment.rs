@@ -1,4 +1,4 @@
-//! UDP datagrams in fragments that are made by hand, so that a test can choose their order.
+//! UDP datagrams in hand-made fragments, so that a test can choose their order.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -51,7 +51,7 @@ pub fn send_fragments(
     })
 }
 
-/// A raw socket that takes whole IP packets.
+/// A raw socket that accepts whole IP packets.
 pub(super) fn packet_socket(target: IpAddr) -> Result<OwnedFd> {
     let family = if target.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
     // SAFETY: plain system call; the result is checked before it is owned.
@@ -59,7 +59,7 @@ pub(super) fn packet_socket(target: IpAddr) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error()).context("cannot open a raw socket");
     }
-    // SAFETY: fd is open and nobody else's.
+    // SAFETY: fd is open and owned by nobody else.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

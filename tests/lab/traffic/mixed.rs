@@ -1,4 +1,4 @@
-//! What goes on while something fails: streams, datagrams and new connections, in both families.
+//! The load while something fails: streams, datagrams and new connections, in both families.
 
 use std::time::Duration;
 
@@ -18,11 +18,12 @@ const DATAGRAMS: u16 = 82;
 const STREAM_COUNT: usize = 50;
 const DATAGRAM_FLOWS: usize = 4;
 const NEW_PER_SECOND: u32 = 50;
-/// More than are opened while a SYN is repeated for seconds.
+/// More than are opened while a SYN is retransmitted for seconds.
 const NEW_AT_ONCE: usize = 1000;
 const GIVE_UP: Duration = Duration::from_secs(5);
 
-/// The load of some pods towards one server. Two pods have 200 streams, 16 flows of a datagram each 5 ms and 200 new connections a second.
+/// The load of some pods towards one server. Two pods have 200 streams, 16 flows of one datagram every 5 ms and 200 new connections per
+/// second.
 #[derive(Debug)]
 pub struct Mixed {
     pods: Vec<NetNs>,
@@ -33,7 +34,7 @@ pub struct Mixed {
     _servers: (TcpServer, UdpServer),
 }
 
-/// The longest pauses, those included that last.
+/// The longest pauses, including current ones.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pauses {
     /// Between two answers to the datagrams of a flow.
@@ -43,7 +44,7 @@ pub struct Pauses {
 }
 
 impl Mixed {
-    /// Starts it, and waits until all goes on.
+    /// Starts it, and waits until all of it makes progress.
     pub fn start(pods: &[NetNs], server: &Server, patience: Duration) -> Result<Mixed> {
         let streams = TcpServer::start(&server.ns, &server.ips.both(STREAMS), ServerMode::Stream)?;
         let echo = TcpServer::start(&server.ns, &server.ips.both(NEW), ServerMode::Echo)?;
@@ -81,7 +82,7 @@ impl Mixed {
         self.questions.iter().for_each(UdpClients::reset_pauses);
     }
 
-    /// Waits until all of it goes on.
+    /// Waits until all of it makes progress.
     pub fn wait_progress(&self, patience: Duration) -> Result<()> {
         self.streams.wait_progress(3, patience)?;
         self.clients.iter().try_for_each(|clients| clients.wait_progress(3, patience).map(drop))?;
@@ -102,12 +103,12 @@ impl Mixed {
         Pauses { datagrams: datagrams.max().unwrap_or_default(), streams: streams.max().unwrap_or_default() }
     }
 
-    /// Waits until each datagram so far is answered; an error when one was lost.
+    /// Waits until each datagram so far is answered; an error if one was lost.
     pub fn all_answered(&self) -> Result<()> {
         self.questions.iter().try_for_each(|questions| questions.all_answered().map(drop))
     }
 
-    /// How many SYNs the pods have sent again so far.
+    /// How many SYNs the pods have retransmitted so far.
     pub fn syns_repeated(&self) -> Result<u64> {
         self.pods.iter().map(syns_repeated).sum()
     }
@@ -120,7 +121,7 @@ impl Mixed {
         [streams, self.questions.iter().flat_map(UdpClients::flows).filter(flow).count()]
     }
 
-    /// Ends it. What became of the new connections of each pod and family, and of all streams.
+    /// Ends it. Returns the results of the new connections of each pod and family, and of all streams.
     pub fn finish(self) -> Result<(Vec<RateReport>, Vec<ConnectionReport>)> {
         let rates = self.rates.into_iter().map(RunningRate::finish).collect::<Result<_>>()?;
         let streams = self.clients.into_iter().map(TcpClients::close).collect::<Result<Vec<_>>>()?;

@@ -1,8 +1,8 @@
 //! Traffic between pods and the outside, made in threads inside the namespaces, with results as structs.
 //!
 //! Everything that is sent consists of records of 16 bytes (a flow's id, a sequence number, both big endian), so that
-//! either end notices what is missing or foreign, and a server knows which flow has which source address.
-//! Ids are unique in the process.
+//! both ends notice what is missing or foreign, and a server knows which flow has which source address. Ids are unique
+//! in the process.
 
 pub mod abort;
 pub mod blast;

@@ -1,4 +1,4 @@
-//! Echo requests from a raw socket, for IPv4 and IPv6, and the ICMP errors that come instead of replies.
+//! Echo requests from a raw socket, for IPv4 and IPv6, and the ICMP errors that arrive instead of replies.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -44,11 +44,11 @@ pub struct PingReport {
     pub sent: u16,
     /// Replies with the right content, with their senders and round-trip times.
     pub replies: Vec<(IpAddr, Duration)>,
-    /// ICMP errors, in words of etherparse, and who sent them.
+    /// ICMP errors, as etherparse names them, and who sent them.
     pub errors: Vec<(IpAddr, String)>,
-    /// The MTU that an error told, if one did.
+    /// The MTU that an error reported, if one did.
     pub mtu: Option<u32>,
-    /// Errors of the socket: EMSGSIZE when the packet exceeds the path MTU that is already known, say.
+    /// Errors of the socket: for example EMSGSIZE if the packet exceeds the path MTU that is already known.
     pub refused: Vec<String>,
 }
 
@@ -94,7 +94,7 @@ fn raw_socket(target: IpAddr, ping: &Ping) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error()).context("cannot open a raw socket");
     }
-    // SAFETY: fd is open and nobody else's.
+    // SAFETY: fd is open and owned by nobody else.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     setsockopt(&socket, sockopt::ReceiveTimeout, &nix::sys::time::TimeVal::new(0, 20_000))?;
     match target {
@@ -189,14 +189,14 @@ fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
     v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
 }
 
-/// Reads an IPv4 packet, as raw sockets give it.
+/// Reads an IPv4 packet, as raw sockets return it.
 fn read_v4(packet: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> PingAnswer {
     let Ok(ip) = Ipv4Slice::from_slice(packet) else { return PingAnswer::Foreign };
     let Ok(icmp) = Icmpv4Slice::from_slice(ip.payload().payload) else { return PingAnswer::Foreign };
     match icmp.icmp_type() {
         Icmpv4Type::EchoReply(reply) if reply == echo && icmp.payload() == payload => PingAnswer::Reply,
         kind @ (Icmpv4Type::DestinationUnreachable(_) | Icmpv4Type::TimeExceeded(_)) => {
-            // The embedded packet may be cut off, so only the fixed places are read.
+            // The embedded packet may be truncated, so only fixed offsets are read.
             let inner = icmp.payload();
             let header = usize::from(inner.first().copied().unwrap_or(0) & 15) * 4;
             if !is_request(inner.get(header..), 8, echo) {
@@ -214,7 +214,7 @@ fn read_v4(packet: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> PingAnswer {
     }
 }
 
-/// Reads an ICMPv6 message, as raw sockets give it.
+/// Reads an ICMPv6 message, as raw sockets return it.
 fn read_v6(message: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> PingAnswer {
     let Ok(icmp) = Icmpv6Slice::from_slice(message) else { return PingAnswer::Foreign };
     match icmp.icmp_type() {

@@ -1,4 +1,4 @@
-//! Questions over UDP, each of a flow of its own, and a server that answers them: what resolvers do.
+//! UDP queries, each in a flow of its own, and a server that answers them, like a resolver's load.
 
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
@@ -62,7 +62,7 @@ fn answer(socket: &UdpSocket, stop: &AtomicBool) -> Result<()> {
     Ok(())
 }
 
-/// Whether there was a question.
+/// Whether there was a query.
 fn answer_one(socket: &UdpSocket) -> Result<bool> {
     let mut bytes = [0; SIZE];
     let mut control = nix::cmsg_space!(nix::libc::in6_pktinfo);
@@ -73,12 +73,12 @@ fn answer_one(socket: &UdpSocket) -> Result<bool> {
             Err(Errno::EAGAIN) => return Ok(false),
             Err(error) => return Err(error).context("receiving a question"),
         };
-    let (length, peer) = (message.bytes, message.address.context("a question of nobody")?);
+    let (length, peer) = (message.bytes, message.address.context("a query without a sender")?);
     let here = message.cmsgs()?.find_map(|one| match one {
         ControlMessageOwned::Ipv6PacketInfo(info) => Some(info),
         _ => None,
     });
-    let mut here = here.context("a question without its destination")?;
+    let mut here = here.context("a query without its destination")?;
     here.ipi6_ifindex = 0;
     let reply = [IoSlice::new(&bytes[..length])];
     match sendmsg(socket.as_raw_fd(), &reply, &[ControlMessage::Ipv6PacketInfo(&here)], MsgFlags::empty(), Some(&peer))
@@ -89,26 +89,26 @@ fn answer_one(socket: &UdpSocket) -> Result<bool> {
     }
 }
 
-/// A generator of questions.
+/// A generator of queries.
 #[derive(Clone, Copy, Debug)]
 pub struct Queries {
-    /// Questions per second.
+    /// Queries per second.
     pub per_second: u32,
-    /// Source ports. A flow is used again after as many questions as there are pairs of a port and a target.
+    /// Source ports. A flow is reused after as many queries as there are pairs of a port and a target.
     pub sockets: usize,
 }
 
-/// What became of the questions.
+/// The results of the queries.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct QueryReport {
-    /// Questions that were sent.
+    /// Queries that were sent.
     pub sent: u64,
     /// Those that were answered.
     pub answered: u64,
 }
 
 impl Queries {
-    /// Asks the `targets` one after the other, from `ns`, for `window`. `watch` is called once a second.
+    /// Queries the `targets` one after the other, from `ns`, for `window`. `watch` is called once a second.
     pub fn run(
         &self,
         ns: &NetNs,
@@ -118,7 +118,7 @@ impl Queries {
     ) -> Result<QueryReport> {
         let any: SocketAddr = if targets[0].is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
         let open = || -> Result<UdpSocket> {
-            let socket = UdpSocket::bind(any).context("cannot open a socket to ask from")?;
+            let socket = UdpSocket::bind(any).context("cannot open a socket for queries")?;
             socket.set_nonblocking(true)?;
             setsockopt(&socket.as_fd(), sockopt::RcvBufForce, &BUFFER)?;
             Ok(socket)

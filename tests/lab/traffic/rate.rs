@@ -1,4 +1,4 @@
-//! Opening and closing TCP connections as fast as possible, or at a given rate.
+//! Opens and closes TCP connections as fast as possible, or at a given rate.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, TcpStream};
@@ -18,9 +18,9 @@ use crate::stats::Percentiles;
 /// A generator of connections: opened, counted, closed.
 #[derive(Clone, Debug)]
 pub struct ConnectRate {
-    /// Connections per second; 0 means as many as go. Default 0.
+    /// Connections per second; 0 means as many as possible. Default 0.
     pub per_second: u32,
-    /// How many may be under way at a time. Default 64.
+    /// How many may be in progress at a time. Default 64.
     pub concurrency: usize,
     /// After how many connections it ends; default never.
     pub total: u64,
@@ -50,7 +50,7 @@ impl Default for ConnectRate {
 pub struct RateReport {
     /// Connections that were established.
     pub opened: u64,
-    /// Connections that were not, by the reason in the system's words.
+    /// Connections that were not, by the system's error message.
     pub failed: BTreeMap<String, u64>,
     /// How long it ran.
     pub elapsed: Duration,
@@ -62,7 +62,7 @@ pub struct RateReport {
 }
 
 const LATENCIES_KEPT: usize = 1_000_000;
-/// How often connections are looked at that take too long.
+/// How often connections are checked for taking too long.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 impl RateReport {
@@ -90,7 +90,7 @@ pub struct RunningRate {
 }
 
 impl RunningRate {
-    /// Ends it, with what it holds, and returns what it did.
+    /// Ends it and the connections that it holds, and returns what it did.
     pub fn finish(mut self) -> Result<RateReport> {
         self.stop.store(true, Ordering::Relaxed);
         self.join()
@@ -131,13 +131,14 @@ impl ConnectRate {
     }
 }
 
-/// How many SYNs the kernel has sent again in a namespace (answers to SYNs among them), because nobody answered in time.
+/// How many SYNs (including answers to SYNs) the kernel has retransmitted in a namespace because they were not answered
+/// in time.
 pub fn syns_repeated(ns: &NetNs) -> Result<u64> {
     let text = ns.sh("cat /proc/net/netstat")?;
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("TcpExt: "));
     let (names, values) = lines.next().zip(lines.next()).context("no statistics of TCP")?;
     let mut pairs = names.split(' ').zip(values.split(' '));
-    let (_, value) = pairs.find(|(name, _)| *name == "TCPSynRetrans").context("no count of repeated SYNs")?;
+    let (_, value) = pairs.find(|(name, _)| *name == "TCPSynRetrans").context("no count of retransmitted SYNs")?;
     value.parse().with_context(|| format!("repeated SYNs: {value}"))
 }
 

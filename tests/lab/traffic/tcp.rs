@@ -1,4 +1,4 @@
-//! TCP servers and clients: thousands of connections on one thread for each end, every record accounted for.
+//! TCP servers and clients: thousands of connections on one thread for each end, with every record accounted for.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -18,10 +18,10 @@ use crate::wait::wait_until;
 /// What a server does with its connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServerMode {
-    /// Sends back what comes.
+    /// Sends back what arrives.
     Echo,
-    /// Sends records of its own at the interval of its options, from the moment of accepting on (the server speaks first),
-    /// and checks what comes.
+    /// Sends records of its own at the interval of its options, from the moment of accepting on (the server sends first),
+    /// and checks what arrives.
     Stream,
 }
 
@@ -30,7 +30,7 @@ pub enum ServerMode {
 pub struct TcpOptions {
     /// The time between two records of a connection. Default 20 ms.
     pub interval: Duration,
-    /// After how many records a connection sends no more (and stays open). Default: never.
+    /// After how many records a connection stops sending (and stays open). Default: never.
     pub records: u64,
     /// Whether it sends from the beginning; see [`TcpClients::set_sending`]. Default true.
     pub sending: bool,
@@ -38,7 +38,7 @@ pub struct TcpOptions {
     pub connect_timeout: Duration,
     /// The source port of a single connection; 0 (default) leaves it to the kernel.
     pub source_port: u16,
-    /// Which time without an arrival counts as a stall. Default 200 ms.
+    /// How long without an arrival counts as a stall. Default 200 ms.
     pub stall: Duration,
     /// Close with RST instead of FIN. Default false.
     pub reset: bool,
@@ -70,16 +70,16 @@ impl TcpOptions {
     }
 }
 
-/// Where a connection is in its life.
+/// The state of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub enum ConnectionState {
-    /// The SYN is out.
+    /// The SYN was sent.
     Connecting,
     /// Established.
     Open,
     /// The other end sent FIN.
     Closed,
-    /// Reset, refused, timed out or unreachable, in the system's words.
+    /// Reset, refused, timed out or unreachable: the system's error message.
     Failed(String),
 }
 
@@ -102,7 +102,7 @@ pub struct ConnectionReport {
     pub received: u64,
     /// Records received that were not the next one of this flow: lost, repeated or foreign bytes.
     pub wrong: u64,
-    /// How many times there were more than [`TcpOptions::stall`] between two arrivals.
+    /// How many times the gap between two arrivals exceeded [`TcpOptions::stall`].
     pub stalls: u32,
     /// The longest time between two arrivals since the beginning or [`TcpClients::reset_pauses`].
     pub longest_pause: Duration,
@@ -128,19 +128,19 @@ impl ConnectionReport {
         }
     }
 
-    /// Established now, and every record was the right one.
+    /// Whether it is established now, and every record was right.
     pub fn intact(&self) -> bool {
         self.state == ConnectionState::Open && self.wrong == 0
     }
 
-    /// The longest pause, counting the one that may last now.
+    /// The longest pause, including a current one.
     pub fn pause(&self) -> Duration {
         self.longest_pause.max(self.last_arrival.elapsed())
     }
 }
 
-/// The source that a connection from `client` to `target` has at the address `own` of `server`, which may be another one where somebody
-/// translates. Connecting and answering may each take as long as `patience`.
+/// The source that a connection from `client` to `target` has at `server`. `own` is the address there, which differs from `target` if
+/// something translates it. Connecting and answering may each take as long as `patience`.
 pub fn source_at(
     client: &NetNs,
     target: SocketAddr,
@@ -155,8 +155,9 @@ pub fn source_at(
     Ok(listening.connections().first().context("a connection")?.peer.ip())
 }
 
-/// How many records of streams were sent and not received: at the two ends of the same connections, both in
-/// [`ServerMode::Stream`] or the like, once both are quiet. Connections that only one end knows count with all they sent.
+/// How many records of streams were sent and not received: at the two ends of the same connections, which both send on
+/// their own (as in [`ServerMode::Stream`]), once both are quiet. Connections that only one end knows count with all they
+/// sent.
 pub fn undelivered(clients: &[ConnectionReport], servers: &[ConnectionReport]) -> u64 {
     let missing = |senders: &[ConnectionReport], receivers: &[ConnectionReport]| -> u64 {
         let received: BTreeMap<u64, u64> = receivers.iter().map(|one| (one.id, one.received)).collect();
@@ -207,8 +208,8 @@ impl TcpServer {
         self.end.shared.reports()
     }
 
-    /// Waits until the connections are as `good` wants them, and returns them. A client sees its connection established
-    /// before the server has accepted it.
+    /// Waits until the connections are `good`, and returns them. A client sees its connection established before the
+    /// server has accepted it.
     pub fn wait(
         &self,
         what: &str,
@@ -261,7 +262,7 @@ impl TcpClients {
         Ok(clients)
     }
 
-    /// [`TcpClients::open`], waiting until every one is established; an error when one is not.
+    /// [`TcpClients::open`], waiting until every one is established; an error if one is not.
     pub fn establish(ns: &NetNs, target: SocketAddr, count: usize, options: TcpOptions) -> Result<TcpClients> {
         let patience = options.connect_timeout * 2;
         let clients = TcpClients::open(ns, target, count, options)?;
@@ -281,7 +282,7 @@ impl TcpClients {
         self.end.shared.reports()
     }
 
-    /// Waits until the connections are as `good` wants them, and returns them.
+    /// Waits until the connections are `good`, and returns them.
     pub fn wait(
         &self,
         what: &str,

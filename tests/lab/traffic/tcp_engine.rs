@@ -13,9 +13,9 @@ use super::next_id;
 use super::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpOptions};
 use super::wire::{RECORD, Record, bind, reset_on_close, start_connect};
 
-/// How many connections are started in one turn: more would overflow the server's queue of SYNs.
+/// How many connections are started in one turn: more would overflow the server's SYN queue.
 const CONNECTS_PER_TURN: usize = 128;
-/// Tokens of listeners lie above those of connections.
+/// Tokens of listeners are above those of connections.
 const LISTENER: u64 = 1 << 32;
 
 /// What the loop shares with its owner.
@@ -26,7 +26,7 @@ pub(super) struct Shared {
     pub wanted: AtomicUsize,
     pub sending: AtomicBool,
     pub stop: AtomicBool,
-    /// Reports of connections that are no longer open are to be dropped.
+    /// Whether to drop reports of connections that are no longer open.
     pub forgotten: AtomicBool,
 }
 
@@ -62,7 +62,7 @@ struct Connection {
     stream: Option<TcpStream>,
     started: Instant,
     mode: ServerMode,
-    /// Bytes that the socket has not taken yet.
+    /// Bytes that the socket has not accepted yet.
     out: Vec<u8>,
     /// The beginning of a record.
     partial: Vec<u8>,
@@ -123,7 +123,7 @@ impl Engine {
             let mut reports = shared.lock();
             if shared.forgotten.swap(false, Ordering::Relaxed) {
                 self.forget_closed(&mut reports)?;
-                // The indices in `events` are no longer true; level-triggered events come again.
+                // The indices in `events` are no longer valid; level-triggered events are reported again.
                 continue;
             }
             for event in &events[..ready] {
@@ -309,7 +309,7 @@ impl Connection {
             if report.id == 0 {
                 report.id = record.id;
             }
-            // A server that speaks first does not know the id yet.
+            // A server that sends first does not know the id yet.
             let own = record.id == report.id || record.id == 0;
             if own && record.sequence == self.expected {
                 report.received += 1;

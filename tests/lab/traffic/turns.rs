@@ -1,4 +1,5 @@
-//! Round trips one after the other over one TCP connection, and a server that takes connections that are reset at once.
+//! Round trips one after the other over one TCP connection, and a server that accepts connections that are reset at
+//! once.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -19,7 +20,7 @@ use crate::stats::Percentiles;
 /// Bytes of a request and of its answer.
 const REQUEST: usize = 64;
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// How many accepted connections stay open: by the time that one is closed, its client has long reset it.
+/// How many accepted connections stay open: by the time one is closed, its client has long reset it.
 const HELD: usize = 1024;
 
 /// What a server does with its connections.
@@ -47,7 +48,7 @@ impl LoadServer {
             ns.run(|| addresses.iter().map(|&one| bind(one, TcpListener::bind)).collect::<Result<Vec<_>>>())?;
         for listener in &listeners {
             listener.set_nonblocking(true)?;
-            // The queue that std makes holds 128 connections.
+            // std's queue holds 128 connections.
             nix::sys::socket::listen(listener, nix::sys::socket::Backlog::MAXALLOWABLE)?;
         }
         let stop = Arc::new(AtomicBool::new(false));
@@ -83,7 +84,7 @@ fn serve(listeners: &[TcpListener], answer: ServerAnswer, stop: &AtomicBool) -> 
                             }
                             held.push_back(stream);
                         }
-                        // What was reset before it was accepted is an error of that connection only.
+                        // A reset before accepting is an error of that connection only.
                         Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                         Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                         Err(error) => return Err(error).context("accept"),

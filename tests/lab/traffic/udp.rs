@@ -18,7 +18,7 @@ use super::{next_id, tally};
 use crate::netns::NetNs;
 use crate::wait::wait_until;
 
-/// The largest datagram that is received whole.
+/// The largest datagram that is received in full.
 const MAX_DATAGRAM: usize = 65_535;
 
 /// What a server has seen of one flow.
@@ -28,7 +28,7 @@ pub struct UdpSeen {
     pub peers: BTreeSet<SocketAddr>,
     /// Datagrams of this flow with the right content.
     pub received: u64,
-    /// Datagrams whose content was not the right one.
+    /// Datagrams with the wrong content.
     pub corrupted: u64,
 }
 
@@ -36,7 +36,7 @@ pub struct UdpSeen {
 struct ServerShared {
     flows: Mutex<BTreeMap<u64, UdpSeen>>,
     stop: AtomicBool,
-    /// How many times to send an unasked datagram to every peer.
+    /// How many times to send an unsolicited datagram to every peer.
     pushes: AtomicU64,
 }
 
@@ -75,7 +75,7 @@ impl UdpServer {
         tally(self.flows().values().flat_map(|seen| &seen.peers).map(SocketAddr::ip))
     }
 
-    /// Sends one datagram to every source that was ever seen, without being asked.
+    /// Sends one unsolicited datagram to every source that was ever seen.
     pub fn push(&self) {
         self.shared.pushes.fetch_add(1, Ordering::Relaxed);
     }
@@ -125,7 +125,7 @@ fn serve(sockets: &[UdpSocket], shared: &ServerShared) -> Result<()> {
     Ok(())
 }
 
-/// The sequence number of datagrams that a server sends unasked.
+/// The sequence number of a server's unsolicited datagrams.
 const PUSHED: u64 = u64::MAX;
 
 /// How UDP clients behave.
@@ -133,7 +133,7 @@ const PUSHED: u64 = u64::MAX;
 pub struct UdpOptions {
     /// The time between two requests of a flow. Default 20 ms.
     pub interval: Duration,
-    /// After how many requests a flow sends no more. Default: never.
+    /// After how many requests a flow stops sending. Default: never.
     pub requests: u64,
     /// The payload's size, at least 16. Default 64.
     pub size: usize,
@@ -163,11 +163,11 @@ pub struct UdpFlowReport {
     pub sent: u64,
     /// Replies with the right content.
     pub received: u64,
-    /// Datagrams that were sent by the server unasked.
+    /// The server's unsolicited datagrams.
     pub pushed: u64,
-    /// Replies whose content was not the right one.
+    /// Replies with the wrong content.
     pub corrupted: u64,
-    /// Errors of the socket, ICMP errors among them, and how often.
+    /// Errors of the socket, including ICMP errors, and how often.
     pub errors: BTreeMap<String, u64>,
     /// The longest time between two replies.
     pub longest_pause: Duration,
@@ -176,7 +176,7 @@ pub struct UdpFlowReport {
     pub last_arrival: Instant,
 }
 
-/// A datagram or its answer that is not there by then was lost.
+/// After this time a datagram or its answer counts as lost.
 const ON_THE_WAY: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
@@ -222,7 +222,7 @@ impl UdpClients {
         lock(&self.shared.flows).clone()
     }
 
-    /// Waits until the flows are as `good` wants them, and returns them.
+    /// Waits until the flows are `good`, and returns them.
     pub fn wait(
         &self,
         what: &str,
@@ -237,7 +237,8 @@ impl UdpClients {
         self.shared.sending.store(sending, Ordering::Relaxed);
     }
 
-    /// Stops asking until each datagram has been answered, and goes on; how many there were. An error when one was lost.
+    /// Stops sending until each datagram has been answered, then continues. Returns how many there were; an error if one
+    /// was lost.
     pub fn all_answered(&self) -> Result<u64> {
         self.set_sending(false);
         let flows = self.wait("an answer to each datagram", ON_THE_WAY, |flows| {
@@ -266,7 +267,7 @@ impl Drop for UdpClients {
 fn client_socket(target: SocketAddr) -> Result<UdpSocket> {
     let any: SocketAddr = if target.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
     let socket = UdpSocket::bind(any)?;
-    socket.connect(target).with_context(|| format!("no way to {target}"))?;
+    socket.connect(target).with_context(|| format!("no route to {target}"))?;
     socket.set_nonblocking(true)?;
     Ok(socket)
 }
@@ -301,7 +302,7 @@ fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions) -
 }
 
 impl UdpFlowReport {
-    /// The longest pause, counting the one that may last now.
+    /// The longest pause, including a current one.
     pub fn pause(&self) -> Duration {
         self.longest_pause.max(self.last_arrival.elapsed())
     }
@@ -327,7 +328,7 @@ fn wait_readable<'a>(sockets: impl Iterator<Item = &'a UdpSocket>) -> Result<()>
     }
 }
 
-/// One datagram, or None when there is none now.
+/// One datagram, or `None` if there is none now.
 fn receive(socket: &UdpSocket, bytes: &mut [u8]) -> std::io::Result<Option<(usize, SocketAddr)>> {
     match socket.recv_from(bytes) {
         Ok(received) => Ok(Some(received)),

@@ -14,7 +14,7 @@ use crate::wait::wait_until;
 /// The size of a record.
 pub const RECORD: usize = 16;
 
-/// What travels: which flow, and the how-manieth of its direction, from 0.
+/// A record: its flow, and its sequence number in its direction, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     pub id: u64,
@@ -67,7 +67,7 @@ fn tcp_socket(target: SocketAddr) -> nix::Result<OwnedFd> {
     socket::socket(family, SockType::Stream, SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC, None)
 }
 
-/// Lets the connection end with a reset instead of FIN when it is closed.
+/// Makes the connection end with a reset instead of FIN when it is closed.
 pub fn reset_on_close(stream: &TcpStream) -> nix::Result<()> {
     socket::setsockopt(stream, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 0 })
 }
