@@ -32,9 +32,6 @@ use std::{
     time::Duration,
 };
 
-/// How soon the status reports a change that nobody waits for.
-const STATUS_WITHIN: Duration = Duration::from_secs(30);
-
 /// What decides where programs are attached.
 pub(super) fn wanted(
     rules: InterfaceRules,
@@ -266,16 +263,11 @@ impl Agent {
             return self.writing.begin_task(async move { store.create(&object).await.map(drop) });
         };
         let status = status::status(self, present.status.as_ref(), Timestamp::now());
-        if let Some(old) = &present.status {
-            let settled =
-                |p: &ProgrammedPolicy| p.policy.parse().is_ok_and(|id| self.observed.is_settled(&id, p.generation));
-            let can_wait =
-                || self.now() < self.status_written + STATUS_WITHIN && !status::is_news(old, &status, settled);
-            if *old == status || can_wait() {
-                return self.machine.handle_status(true);
-            }
+        let settled =
+            |p: &ProgrammedPolicy| p.policy.parse().is_ok_and(|id| self.observed.is_settled(&id, p.generation));
+        if present.status.as_ref().is_some_and(|old| !status::is_news(old, &status, settled)) {
+            return self.machine.handle_status(true);
         }
-        self.status_written = self.now();
         let object = EgressNode { status: Some(status), ..present };
         // Nothing here waits for an API server.
         self.writing.begin_task(async move { store.replace_status(&object).await.map(drop) });

@@ -109,8 +109,6 @@ pub struct Agent {
     pub(super) counting: Aside<count::Count>,
     /// The flows of each account, as they were counted last.
     pub(super) account_flows: BTreeMap<u32, u64>,
-    /// When the status was written last, or this agent started.
-    pub(super) status_written: Duration,
     /// The status that is being written to the store.
     pub(super) writing: Aside<Result<(), StoreError>>,
     pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
@@ -180,7 +178,6 @@ impl Agent {
             releasing: Aside::default(),
             counting: Aside::default(),
             account_flows: BTreeMap::new(),
-            status_written: Duration::ZERO,
             writing: Aside::default(),
             sockets: Aside::default(),
             // Known before the first report.

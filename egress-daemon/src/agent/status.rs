@@ -1,10 +1,7 @@
 //! What the agent reports in its EgressNode.
 
-use super::{Agent, tell};
-use crate::{
-    api::{self, CarriedIP, EgressNodeStatus, GatewayWay, MapUse, NodeAddress, ProgrammedPolicy},
-    observe::state::GatewayState,
-};
+use super::Agent;
+use crate::api::{self, CarriedIP, EgressNodeStatus, NodeAddress, ProgrammedPolicy};
 use egress_core::{
     agent::{facts::Facts, machine::Machine, transports, unnamed::Networks},
     model::{Demand, PolicyId, Trouble, Version},
@@ -30,28 +27,23 @@ pub fn of_leases(machine: &mut Machine, old: Option<&EgressNodeStatus>) -> Egres
 pub fn status(agent: &mut Agent, old: Option<&EgressNodeStatus>, now: Timestamp) -> EgressNodeStatus {
     let of_leases = of_leases(&mut agent.machine, old);
     let (settings, machine, outcome) = (&agent.settings, &agent.machine, agent.machine.outcome());
-    let usage = agent.writer.present().usage().into_iter();
     EgressNodeStatus {
         tunnel_addresses: machine.tunnel_addresses().iter().map(ToString::to_string).collect(),
         addresses: addresses(machine.facts()),
         transport: Some(settings.machine.transport.to_string()),
         receives: transports::receives(settings.machine.transport),
-        gateways: tell::gateways(machine).into_iter().map(gateway).collect(),
         firewall: Some(settings.firewall.to_string()),
         attach: Some(agent.hooks.mode().to_string()),
         occupied_blocks: agent.occupied_blocks(),
         troubles: outcome.troubles.iter().map(trouble).collect(),
         programmed: Some(outcome.programmed.versions().map(programmed).collect()),
-        map_use: usage
-            .map(|u| MapUse { map: u.map.into(), used: u.used as u64, capacity: u.capacity as u64 })
-            .collect(),
         conditions: vec![ready(&outcome.errors, old, now), networks(&outcome.unnamed, old, now)],
         ..of_leases
     }
 }
 
-/// Whether anybody waits for the difference between two statuses. Other fields change with every pod: how full the tables are, how
-/// packets travel, and which settled policies (`is_settled`) are carried out here too.
+/// Whether a status says anything that others act upon and the one before it does not. Which settled policies (`is_settled`) are carried
+/// out here too, and which leases the tables have, changes with every pod, and is written with the next news.
 pub fn is_news(old: &EgressNodeStatus, new: &EgressNodeStatus, is_settled: impl Fn(&ProgrammedPolicy) -> bool) -> bool {
     let gives_back = new.demand.iter().any(|demand| !demand.release.is_empty());
     let waited_for = |status: &EgressNodeStatus, other: &EgressNodeStatus| {
@@ -60,8 +52,6 @@ pub fn is_news(old: &EgressNodeStatus, new: &EgressNodeStatus, is_settled: impl 
         EgressNodeStatus {
             own_lease_revision: if gives_back { status.own_lease_revision } else { 0 },
             programmed: status.programmed.is_some().then(|| programmed.cloned().collect()),
-            gateways: Vec::new(),
-            map_use: Vec::new(),
             ..status.clone()
         }
     };
@@ -79,12 +69,6 @@ fn trouble(trouble: &Trouble) -> api::Trouble {
 
 fn programmed((policy, version): (&PolicyId, &Version)) -> ProgrammedPolicy {
     ProgrammedPolicy { policy: policy.to_string(), uid: version.uid.clone(), generation: version.generation }
-}
-
-/// The transport to a gateway, as in the object.
-fn gateway(state: GatewayState) -> GatewayWay {
-    let reason = Some(state.why).filter(|why| !why.is_empty());
-    GatewayWay { node: state.name, transport: state.transport, reason }
 }
 
 /// The addresses by which others on the network know this node.

@@ -121,10 +121,6 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub receives: Vec<String>,
 
-    /// The gateways that the node uses, and how packets travel to them, sorted by name.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub gateways: Vec<GatewayWay>,
-
     /// The firewall mode in force: respect or bypass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
@@ -162,10 +158,6 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Vec<ProgrammedPolicy>")]
     pub programmed: Option<Vec<ProgrammedPolicy>>,
-
-    /// How full the kernel's tables are.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub map_use: Vec<MapUse>,
 
     /// Ready and others, each with a reason and a message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -236,22 +228,6 @@ pub struct NodeAddress {
     pub mac: Option<String>,
 }
 
-/// How packets travel to a gateway.
-#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct GatewayWay {
-    /// The gateway's node.
-    pub node: String,
-
-    /// The transport in force: device, vxlan or direct.
-    pub transport: String,
-
-    /// Why no better one is in force.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "String")]
-    pub reason: Option<String>,
-}
-
 /// Port blocks of an egress IP that a node wants or gives back.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -269,20 +245,4 @@ pub struct Demand {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::blocks")]
     pub release: Vec<u16>,
-}
-
-/// How full one of the kernel's tables is.
-#[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct MapUse {
-    /// The table's name.
-    pub map: String,
-
-    /// Entries in use.
-    #[schemars(with = "i64", range(min = 0))]
-    pub used: u64,
-
-    /// Entries that fit.
-    #[schemars(with = "i64", range(min = 0))]
-    pub capacity: u64,
 }
