@@ -127,3 +127,30 @@ fn condition(
         observed_generation: None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of_policy(generation: i64) -> ProgrammedPolicy {
+        ProgrammedPolicy { policy: "web".into(), uid: "1".into(), generation }
+    }
+
+    #[test]
+    fn a_status_is_written_only_for_what_others_act_upon() {
+        let old = EgressNodeStatus { own_lease_revision: 3, programmed: Some(vec![]), ..Default::default() };
+        // The second generation of the policy has not been everywhere yet.
+        let is_news = |new: &EgressNodeStatus| is_news(&old, new, |policy| policy.generation == 1);
+        assert!(!is_news(&old));
+        let leased = EgressNodeStatus { own_lease_revision: 4, ..old.clone() };
+        assert!(!is_news(&leased), "gateways learn of leases from the lease itself");
+        let release = api::Demand { egress_ip: "192.0.2.1".into(), want_blocks: 0, release: vec![7] };
+        assert!(is_news(&EgressNodeStatus { demand: vec![release], ..leased }), "the controller frees the block");
+        let [settled, unsettled] =
+            [1, 2].map(|generation| EgressNodeStatus { programmed: Some(vec![of_policy(generation)]), ..old.clone() });
+        assert!(!is_news(&settled));
+        assert!(is_news(&unsettled), "the policy waits for this node");
+        let carries = vec![CarriedIP { egress_ip: "192.0.2.1".into() }];
+        assert!(is_news(&EgressNodeStatus { carries, ..old.clone() }), "sources wait for it");
+    }
+}
