@@ -134,7 +134,7 @@ fn tunnel_port_that_is_taken_is_named_with_its_owner_and_a_remedy() {
         lab.start_agent("worker1", &StartOptions::new())?;
         wait_for("the agent gives up", PATIENCE, || Ok(!lab.agent("worker1").alive()?))?;
         let log = lab.agent("worker1").log();
-        for part in ["8473", "somebodys0", "tunnel.port"] {
+        for part in ["8473", "somebodys0", "tunnelPort"] {
             assert!(log.contains(part), "{part} is not in {log}");
         }
         node.ip(&["link del somebodys0".to_owned()])?;

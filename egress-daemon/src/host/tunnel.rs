@@ -75,7 +75,7 @@ pub enum TunnelError {
     /// Somebody else's device has the name.
     #[error(
         "the name {name} of the tunnel device is taken by a {kind} device that Spillway did not make: \
-         remove it (`ip link del {name}`) or set another `tunnel.device`"
+         remove it (`ip link del {name}`) or set another `tunnelName`"
     )]
     NameTaken {
         /// The name.
@@ -86,7 +86,7 @@ pub enum TunnelError {
     /// Another tunnel device has the port.
     #[error(
         "UDP port {port} of the tunnel is taken by the {kind} device {device}: remove that device or set another \
-         `tunnel.port`, the same on all nodes"
+         `tunnelPort`, the same on all nodes"
     )]
     PortTaken {
         /// The port.
@@ -100,7 +100,7 @@ pub enum TunnelError {
     #[error(
         "UDP port {port} of the tunnel is taken by a socket that belongs to no device of this network namespace: find \
          its owner with `ss -ulpn 'sport = :{port}'` (none shown: a tunnel device moved to another namespace), \
-         or set another `tunnel.port`, the same on all nodes"
+         or set another `tunnelPort`, the same on all nodes"
     )]
     PortTakenBySocket {
         /// The port.

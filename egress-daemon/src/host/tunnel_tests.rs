@@ -102,7 +102,7 @@ fn a_foreign_device_with_the_name_is_left_alone() {
         net.bridge(DEFAULT_NAME).await;
         let error = ensure(&net.handle, &spec()).await.unwrap_err();
         assert_eq!(error, TunnelError::NameTaken { name: DEFAULT_NAME.into(), kind: "bridge".into() });
-        assert!(error.to_string().contains("tunnel.device"), "{error}");
+        assert!(error.to_string().contains("tunnelName"), "{error}");
         assert_eq!(delete(&net.handle, DEFAULT_NAME).await, Ok(false));
         net.delete(DEFAULT_NAME).await;
         let foreign = LinkVxlan::new(DEFAULT_NAME, 42).port(4789).build();
@@ -123,7 +123,7 @@ fn a_foreign_vxlan_device_on_the_port_is_named_with_a_remedy() {
             let error = ensure(&net.handle, &spec()).await.unwrap_err();
             let expected = TunnelError::PortTaken { port: abi::TUNNEL_PORT, device: "flannel.1".into(), kind: "vxlan" };
             assert_eq!(error, expected);
-            assert!(error.to_string().contains("flannel.1") && error.to_string().contains("tunnel.port"), "{error}");
+            assert!(error.to_string().contains("flannel.1") && error.to_string().contains("tunnelPort"), "{error}");
             assert!(get(&net.handle, DEFAULT_NAME).await.unwrap().is_none());
             net.delete("flannel.1").await;
         }

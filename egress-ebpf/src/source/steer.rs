@@ -298,7 +298,7 @@ fn stray<F: Family>(
     // A connection that the pod had open when the policy selected it.
     let old = now_tick() < endpoint.history_until && policy.flags & policy_flags::EXISTING_DROP == 0;
     if !answers && !old {
-        // A reset of what was refused tells the outside nothing about an egress IP and ends the matter.
+        // All of them are dropped, resets too.
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
     inbound::leave_alone::<F>(pkt, generation, key, endpoint, tcp::advance(0, t.flags));
