@@ -22,8 +22,8 @@ pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     lines.push(pod_networks(facts));
     lines.push(service_networks(facts, config));
     lines.push(match facts.cnis.as_slice() {
-        [] => ok("cni", "none with a known DaemonSet: any CNI will do that gives pods an interface on the host"),
-        found => ok("cni", format!("{}; docs/networks.md says what was tried with it", found.join(", "))),
+        [] => ok("cni", "no known DaemonSet of one: any CNI works that gives each pod an interface on the host"),
+        found => ok("cni", format!("{}; docs/networks.md says what was tested with it", found.join(", "))),
     });
     lines.extend(others(facts));
     lines.push(match facts.definitions.as_slice() {
@@ -45,8 +45,7 @@ fn kubernetes(facts: &ClusterFacts) -> CheckLine {
         return ok("kubernetes", found);
     }
     let (major, minor) = KUBERNETES;
-    let remedy =
-        format!("upgrade to {major}.{minor} or later: agents are kept to their own objects by an admission policy");
+    let remedy = format!("upgrade to {major}.{minor} or later: an admission policy limits agents to their own objects");
     bad("kubernetes", CheckStatus::Fail, found, remedy)
 }
 
@@ -69,8 +68,8 @@ fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
         line(
             "kernel",
             old,
-            format!("all of {} nodes have Linux {}.{} or later", linux.len(), TESTED.0, TESTED.1),
-            &format!("older than Linux {}.{}, the oldest that is tested", TESTED.0, TESTED.1),
+            format!("all {} nodes have Linux {}.{} or later", linux.len(), TESTED.0, TESTED.1),
+            &format!("older than Linux {}.{}, the oldest tested version", TESTED.0, TESTED.1),
             worst,
             "upgrade these nodes; policies may not be carried out for pods on them",
         ),
@@ -95,13 +94,13 @@ fn pod_networks(facts: &ClusterFacts) -> CheckLine {
     if facts.unnamed.is_empty() {
         return ok(
             "networks",
-            format!("podCIDRs of Nodes contain the addresses of all {} pods that were examined", facts.pods),
+            format!("the podCIDRs of Nodes contain the addresses of all {} pods that were examined", facts.pods),
         );
     }
     let example = facts.unnamed.first().map(IpAddr::to_string).unwrap_or_default();
-    let found = format!("no Node's podCIDRs have {} addresses of pods, such as {example}", facts.unnamed.len());
-    let remedy = "nothing, if the CNI names its networks (Calico, Cilium, Antrea, Kube-OVN): they are read. Otherwise the \
-                  controller tells all agents of each such pod; to avoid that, write the pods' networks into exceptCIDRs";
+    let found = format!("{} addresses of pods are in no Node's podCIDRs, such as {example}", facts.unnamed.len());
+    let remedy = "nothing, if the CNI names its networks (Calico, Cilium, Antrea, Kube-OVN): Spillway reads them. Otherwise the \
+                  controller reports each such pod to all agents; to avoid that, write the pods' networks into exceptCIDRs";
     bad("networks", CheckStatus::Warn, found, remedy)
 }
 
@@ -114,7 +113,7 @@ fn service_networks(facts: &ClusterFacts, config: &Config) -> CheckLine {
         return ok("networks", "exceptCIDRs contain the Service kubernetes");
     }
     let found = match &facts.api_server {
-        Some(address) => format!("nothing names the network of Services, in which {address} is"),
+        Some(address) => format!("nothing names the network of Services, which contains {address}"),
         None => "nothing names the network of Services".to_owned(),
     };
     let remedy = "write it into exceptCIDRs (kube-apiserver's --service-cluster-ip-range)";

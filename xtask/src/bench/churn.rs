@@ -55,12 +55,12 @@ pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
     }
     type Of = fn(&Churned) -> f64;
     let figures: [(&str, &str, Of); 6] = [
-        ("TCP connections, opened", "1/s", |c| c.opened),
-        ("TCP, not opened", "connections", |c| c.not_opened),
-        ("UDP questions, asked", "1/s", |c| c.asked),
-        ("UDP, not answered", "questions", |c| c.unanswered),
-        ("refused for lack of room", "packets", |c| c.refused),
-        ("memory of flows, at most", "MiB", |c| c.memory / f64::from(1 << 20)),
+        ("TCP connections opened", "1/s", |c| c.opened),
+        ("TCP connections not opened", "connections", |c| c.not_opened),
+        ("UDP queries sent", "1/s", |c| c.asked),
+        ("UDP queries not answered", "queries", |c| c.unanswered),
+        ("packets refused for lack of room", "packets", |c| c.refused),
+        ("peak memory of flows", "MiB", |c| c.memory / f64::from(1 << 20)),
     ];
     let figure = |(name, unit, of): (&str, &'static str, Of)| {
         Figure::single(name.to_owned(), unit, all.iter().map(|(variant, churned)| (*variant, of(churned))))

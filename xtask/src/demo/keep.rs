@@ -65,7 +65,7 @@ fn hints(lab: &Lab, binaries: &Path) -> Vec<String> {
         String::new(),
         format!("The lab {} is still up: its agents and its controller keep running. Look around in it:", lab.id()),
         String::new(),
-        "ask the server who a pod is, several times (each connection is a new flow):".to_owned(),
+        "ask the server several times which address it sees (each connection is a new flow):".to_owned(),
         format!("  {} bash -c 'cat </dev/tcp/{target}/{ECHO_PORT}'", enter(pod.ns.name())),
         format!("what Spillway says on {}:", node.name),
         egressctl("policies"),

@@ -102,7 +102,7 @@ fn play(show: &mut Show, quick: bool) -> Result<()> {
     }
     let seen = show.sightings.clone();
     show.screen.scene(
-        "The whole time",
+        "Throughout",
         "A capture on the server's interface has seen every packet of all scenes. Each had to come from an egress IP of a \
          policy.",
     );
@@ -138,7 +138,7 @@ fn summary(screen: &Screen, claims: &Claims, started: Instant) {
 
 fn introduction() -> Vec<String> {
     r#"
-Spillway spreads what pods send out of a Kubernetes cluster over several gateways. Here is such a cluster,
+Spillway spreads the traffic that leaves a Kubernetes cluster over several gateways. Here is such a cluster,
 made of network namespaces on this machine, with a real agent on each node and a real controller:
 
   web-1 web-2                                          ┌ gw1 ┐
@@ -147,7 +147,7 @@ made of network namespaces on this machine, with a real agent on each node and a
   web-3 web-4                   │                      │     │      │
   ledger-4..6 ───────── worker2 ┘                      └ gw3 ┘   router ── far1
 
-The workers' pods are wired in both ways that CNIs know: veths with routes (worker1), a bridge (worker2).
+Pods are connected in the two ways that CNIs use: veths with routes (worker1), a bridge (worker2).
 The policies in force are those of manifests/examples/."#
         .lines()
         .map(str::to_owned)

@@ -151,7 +151,7 @@ impl Show {
 
 fn introduction() -> Vec<String> {
     r#"
-Spillway spreads what pods send out of a Kubernetes cluster over several gateways. Here is such a cluster on this
+Spillway spreads the traffic that leaves a Kubernetes cluster over several gateways. Here is such a cluster on this
 machine: a real control plane, and six nodes with kubelet, containerd, kube-proxy and a CNI that masquerades.
 
   worker1 ┐                     ┌ gateway1 ┐

@@ -17,9 +17,9 @@ use super::{ECHO_PORT, STREAM_PORT, Show, server};
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Who was it, what would change, and who notices",
-        "`kubectl spillway whois` says whose connection somebody outside has seen. `kubectl spillway diff` says \
-         whose connections a deletion would break, and applies nothing. And while the API server is away, a \
-         Prometheus with the alerts that Spillway ships says so.",
+        "`kubectl spillway whois` names the pod behind a connection that somebody outside has seen. `kubectl spillway \
+         diff` says whose connections a deletion would break, and changes nothing. While the API server is \
+         unavailable, a Prometheus with Spillway's alerts reports it.",
     );
     let pod = show.web.first().context("no pod")?.clone();
     let (_clients, seen) = flows::seen(&pod.ns, server(ECHO_PORT)?, TcpOptions::default(), &show.echo)?;
@@ -37,12 +37,12 @@ pub fn show(show: &mut Show) -> Result<()> {
     let broken = told.matches("\"becomes\": \"breaks\"").count();
     let live = show.web.len() * STREAMS_PER_POD;
     let streams = show.streams.as_ref().context("no streams")?;
-    show.screen.wait("the connections stream on", || streams.wait_progress(10))?;
+    show.screen.wait("the connections keep streaming", || streams.wait_progress(10))?;
     show.claim(
         "diff says what would break, and breaks nothing",
         broken >= live,
         format!("at least the {live} streams to port {STREAM_PORT}"),
-        format!("{broken} connections, which go on"),
+        format!("{broken} connections, which continue"),
     );
     alert(show)
 }

@@ -45,8 +45,8 @@ pub fn play(show: &mut Show, quick: bool) -> Result<()> {
         nobody_leads(show)?;
     }
     show.screen.scene(
-        "The whole time",
-        "Captures on both ways to the server have seen every packet since the policy was in force. Each had to come from \
+        "Throughout",
+        "Captures on both paths to the server have seen every packet since the policy was in force. Each had to come from \
          an egress IP of a policy.",
     );
     let seen = show.sightings()?;
@@ -62,8 +62,8 @@ pub fn example(name: &str) -> String {
 fn apply(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "A pool and a policy",
-        "Nodes labelled `egress: \"true\"` may carry egress IPs. A pool says which addresses there are, a policy which pods \
-         leave with them. Three pods `app: web` run already, one on each worker.",
+        "Nodes labelled `egress: \"true\"` may carry egress IPs. A pool lists the addresses, and a policy says which \
+         pods leave with them. Three pods with the label `app: web` are already running, one on each worker.",
     );
     show.kubectl(&["get", "nodes", "-L", "egress,topology.kubernetes.io/zone"])?;
     show.web = show.screen.wait("start pods", || show.cluster.deploy("web", PODS))?;
@@ -90,10 +90,10 @@ fn apply(show: &mut Show) -> Result<()> {
         "pods leave with egress IPs soon after `kubectl apply`",
         elapsed <= IN_FORCE,
         format!("within {}", seconds(IN_FORCE)),
-        format!("after {}; before it, a pod left with {}", seconds(elapsed), list(&before)),
+        format!("after {}; before that, a pod left with {}", seconds(elapsed), list(&before)),
     );
 
-    show.screen.say("A mistake is refused when it is applied, with what to write instead:");
+    show.screen.say("An invalid object is refused when it is applied, with what to write instead:");
     let mistake = "{apiVersion: spillway.io/v1beta1, kind: EgressGatewayPolicy, metadata: {name: mistake}, spec: {
         selectors: [{podSelector: {matchLabels: {app: web}}}], destinationCIDRs: [203.0.113.7/24],
         egressIPPools: [{name: public}]}}";
@@ -105,8 +105,8 @@ fn apply(show: &mut Show) -> Result<()> {
     show.claim(
         "a mistake is refused with a remedy",
         says,
-        "the words `write ..`",
-        if says { "told" } else { "not told" },
+        "a message with `write ..`",
+        if says { "it has one" } else { "it has none" },
     );
     show.home = carriers;
     Ok(())
@@ -124,8 +124,8 @@ fn sources(show: &Show, pod: usize, count: usize) -> Result<BTreeSet<IpAddr>> {
 fn even(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Connections spread over three gateways",
-        "The pods open 600 connections. The table is what the server saw: not one address of a pod or a worker, and about \
-         a third from each egress IP, each carried by a gateway of its own.",
+        "The pods open 600 connections. The table shows what the server saw: no address of a pod or a worker, and about \
+         a third from each egress IP, each carried by a different gateway.",
     );
     let open = |show: &Show| {
         let mut sources = Vec::new();
@@ -180,7 +180,7 @@ fn keeps_one(show: &mut Show) -> Result<()> {
     show.kubectl(&["get", "egp"])?;
     let list: Vec<String> = counts.values().map(usize::to_string).collect();
     show.claim(
-        "every pod keeps one egress IP, and they are dealt out evenly",
+        "every pod keeps one egress IP, and pods are spread evenly",
         single == pods.len() && counts.values().all(|count| *count == pods.len() / carriers.len().max(1)),
         "one address for each of 6 pods, 2 pods on each",
         format!("one address for {single} pods; {} pods on the addresses", list.join(", ")),
@@ -195,10 +195,10 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "A gateway dies",
         &format!(
-            "{total} connections stream in both directions, and two pods open 100 new ones a second each. Now {victim} \
+            "{total} connections stream in both directions, and two pods each open 100 new ones a second. Now {victim} \
              loses its power and its network. As soon as it stops answering probes, the next carriers of its egress \
-             IPs take over; the controller plans without it once its lease of 15 s has lapsed; and its connections, \
-             whose state is on the workers, simply continue."
+             IPs take over. The controller plans without it once its lease of 15 s has expired. The state of its \
+             connections is on the workers, so they simply continue."
         ),
     );
     let pods: Vec<_> =
@@ -215,7 +215,7 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
         all.values().all(|node| *node != victim && node != "-")
     })?;
     let moved = died.elapsed();
-    show.screen.wait("the connections go on", || streams.wait_progress(10))?;
+    show.screen.wait("the connections continue", || streams.wait_progress(10))?;
     let all = streams.all();
     let flows = finish_trickles(show, trickles)?;
     show.kubectl(&["get", COLUMNS])?;
@@ -228,7 +228,7 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
         "custom-columns=OBJECT:.involvedObject.name,MESSAGE:.message",
     ])?;
     show.screen.table(&streams_table(&all, &before, &after));
-    show.screen.say(&format!("New connections around the death of {victim} (which is at 0.0):"));
+    show.screen.say(&format!("New connections around the death of {victim} (at 0.0):"));
     show.screen.table(&timeline(&flows, died));
     let of_victim = |ip: IpAddr| before.get(&ip).is_some_and(|node| *node == victim);
     let touched = all.iter().filter(|stream| stream.source.is_some_and(of_victim)).count();
@@ -255,8 +255,8 @@ fn gateway_returns(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "The gateway returns",
         &format!(
-            "{victim} has power again: its kubelet starts, and with it the agent. Its egress IPs come back to it once it has \
-             been well for the `failback` delay of the pool. The connections still stream."
+            "{victim} has power again: its kubelet starts, and with it the agent. Its egress IPs return to it once it has \
+             been healthy for the `failback` delay of the pool. The connections are still streaming."
         ),
     );
     let trickles = start_trickles(show)?;
@@ -269,7 +269,7 @@ fn gateway_returns(show: &mut Show) -> Result<()> {
     show.cluster.start_node(node)?;
     show.cluster.load_image(&crate::image::for_tests()?)?;
     // Egress IPs that do not return are the claim's to judge.
-    show.wait_carriers("web", &format!("the egress IPs of {victim} come back"), |all| *all == home).ok();
+    show.wait_carriers("web", &format!("the egress IPs of {victim} return"), |all| *all == home).ok();
     let returned = back.elapsed();
     let after = show.carriers("web")?;
     streams.wait_progress(20)?;
@@ -277,21 +277,21 @@ fn gateway_returns(show: &mut Show) -> Result<()> {
     let flows = finish_trickles(show, trickles)?;
     show.kubectl(&["get", COLUMNS])?;
     show.claim(
-        "egress IPs return to a gateway that is back",
+        "egress IPs return to the revived gateway",
         after == home && returned >= FAILBACK_DELAY && returned <= RETURNED,
         format!("after {}, within {}", seconds(FAILBACK_DELAY), seconds(RETURNED)),
         format!("after {}: {}", seconds(returned), moves(&before, &after)),
     );
-    lossless(show, "no connection is lost on the way back", &all, &flows);
+    lossless(show, "no connection is lost during the return", &all, &flows);
     Ok(())
 }
 
 fn nobody_leads(show: &mut Show) -> Result<()> {
     show.screen.scene(
-        "A controller dies, and the API server is away",
+        "A controller dies, and the API server is unavailable",
         &format!(
-            "The leading controller is killed, and the other one takes over. Then the API server is killed and stays away for \
-             {} s: agents keep what they have, and so does the kernel.",
+            "The leading controller is killed, and the other one takes over. Then the API server is killed and is not \
+             started again for {} s. Agents and the kernel keep what they have.",
             AWAY.as_secs()
         ),
     );
@@ -311,7 +311,7 @@ fn nobody_leads(show: &mut Show) -> Result<()> {
     let led = killed.elapsed();
     show.cluster.kill_api_server()?;
     let away = Instant::now();
-    wait_for("connections go on without an API server", AWAY * 3, || {
+    wait_for("connections continue without an API server", AWAY * 3, || {
         streams.wait_progress(1)?;
         Ok(away.elapsed() >= AWAY)
     })?;
@@ -325,10 +325,10 @@ fn nobody_leads(show: &mut Show) -> Result<()> {
     show.claim(
         "another controller takes over, and nothing moves",
         led <= LED && before == after,
-        format!("within {}, every egress IP with the gateway and epoch of before", seconds(LED)),
+        format!("within {}, every egress IP with the same gateway and epoch", seconds(LED)),
         format!("after {}, {}", seconds(led), if before == after { "as before" } else { "egress IPs have moved" }),
     );
-    lossless(show, "no connection is lost without them", &all, &flows);
+    lossless(show, "no connection is lost without either of them", &all, &flows);
     Ok(())
 }
 

@@ -25,11 +25,11 @@ const AFTER: usize = 100;
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Policies change under load",
-        "While the pod ledger-6 opens 200 connections a second, its label changes from `app: ledger` to `app: web`: from \
+        "While the pod ledger-6 opens 200 connections a second, its label changes from `app: ledger` to `app: web`. From \
          then on its connections leave with the three addresses of the policy `web`. Then, while web-1 does the same, \
-         web-to-partner.yaml is applied: a policy for the network of the server far1, a longer prefix than that of \
-         `web`, so connections there now leave with its address, and those to other places as before. In between, no \
-         packet may carry an address that neither the old nor the new rules name.",
+         web-to-partner.yaml is applied: a policy for the network of the server far1, with a longer prefix than that of \
+         `web`. Connections to far1 now leave with its address, and all others as before. During each change, every \
+         packet must carry an address that the old or the new rules name.",
     );
     let relabelled = relabel(show)?;
     let excepted = except(show)?;
@@ -44,7 +44,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     }
     show.screen.table(&table);
     for (name, change) in [
-        ("a changed label moves new connections", &relabelled),
+        ("new connections follow a changed label", &relabelled),
         ("a policy with a longer prefix takes over", &excepted),
     ] {
         let (_, waited, failed) = counts(&change.flows);
@@ -53,7 +53,7 @@ pub fn show(show: &mut Show) -> Result<()> {
             change.is_in_force(),
             format!("within {}, all later ones open at once", seconds(change.limit)),
             format!(
-                "after {}; {} connections: {waited} with a second SYN, {failed} cut",
+                "after {}; {} connections: {waited} with a second SYN, {failed} failed",
                 change.in_force_text(),
                 change.flows.len()
             ),
@@ -61,7 +61,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     }
     let mut seen = relabelled.seen.clone();
     seen.add(&excepted.seen);
-    show.claim("no packet of a changing policy has a wrong address", seen.are_clean(), "0 packets", seen.sentence());
+    show.claim("no packet has a wrong address during a change", seen.are_clean(), "0 packets", seen.sentence());
     Ok(())
 }
 

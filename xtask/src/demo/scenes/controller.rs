@@ -24,9 +24,9 @@ const UNNOTICED: Duration = Duration::from_secs(1);
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "The controller dies",
-        "The only controller is killed with `kill -9`. It plans, but no packet passes through it: for 17 s, which is more \
-         than any lease lasts, the 100 connections stream on and new ones are opened at their usual rate. Then a new \
-         controller starts; it finds everything in the objects, and moves nothing.",
+        "The only controller is killed with `kill -9`. It plans, but no packet passes through it. For 17 s, longer than \
+         any lease lasts, the 100 connections keep streaming and new ones are opened at the usual rate. Then a new \
+         controller starts. It finds everything in the objects and moves nothing.",
     );
     let epochs = epochs(show)?;
     let watch = Watch::start(show.server())?;
@@ -36,7 +36,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     show.lab.controller(CONTROLLER).kill()?;
     // A hundred connections a second from each pod.
     let wanted = WITHOUT.as_secs() as usize * 90;
-    show.screen.wait("life without a controller", || {
+    show.screen.wait("run without a controller", || {
         wait_for("new connections", PATIENCE, || Ok(trickles.iter().all(|trickle| trickle.opened() >= wanted))).ok();
         Ok(())
     })?;
@@ -58,9 +58,9 @@ pub fn show(show: &mut Show) -> Result<()> {
 
     let (opened, waited, failed) = counts(&flows);
     let pause = longest_pause(&all, |_| true);
-    let mut table = Table::new(&["without a controller", ">before", ">after"]);
-    table.row(["connections that stream", &all.len().to_string(), &intact(&all).to_string()]);
-    table.row(["new connections, and those that opened", &flows.len().to_string(), &opened.to_string()]);
+    let mut table = Table::new(&["without a controller", ">all", ">of these"]);
+    table.row(["streaming connections, and those still intact", &all.len().to_string(), &intact(&all).to_string()]);
+    table.row(["new connections, and those opened at once", &flows.len().to_string(), &opened.to_string()]);
     let moved = later.iter().filter(|(ip, epoch)| epochs.get(ip) != Some(epoch)).count();
     table.row(["egress IPs, and those that moved", &epochs.len().to_string(), &moved.to_string()]);
     show.screen.table(&table);

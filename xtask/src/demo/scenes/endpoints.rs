@@ -20,7 +20,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "One egress IP for each pod",
         "The policy `ledger` has `distribution: PerEndpoint`: six pods, three egress IPs, so two pods share one, and no \
-         pod ever uses two. Each pod opens 20 connections over IPv4 and 20 over IPv6; the server saw them come from:",
+         pod ever uses two. Each pod opens 20 connections over IPv4 and 20 over IPv6; the server sees them come from:",
     );
     let watch = Watch::start(show.server())?;
     let pods: Vec<String> = show
@@ -53,7 +53,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     let counts = pods_per_address(&addresses(show, LEDGER)?, seen.values());
     let list: Vec<String> = counts.iter().map(usize::to_string).collect();
     show.claim(
-        "pods are dealt out evenly",
+        "pods are spread evenly over the addresses",
         counts.iter().all(|count| *count == pods.len() / 3),
         format!("{} pods on each address", pods.len() / 3),
         format!("{} pods", list.join(", ")),

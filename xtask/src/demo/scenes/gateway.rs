@@ -42,11 +42,11 @@ pub fn dies(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "A gateway dies",
         &format!(
-            "{total} connections stream in both directions, 20 times a second each, and two pods open 100 new \
-             connections a second each. Now {victim} loses its power and its network, with no warning. As soon as it \
-             stops answering probes, the next carriers of its egress IPs answer for them, and all packets go there, without \
-             the controller, which plans without the gateway once its lease of 15 s has lapsed. The state of its \
-             connections is on the workers and not on the gateway: they simply continue."
+            "{total} connections stream in both directions, 20 packets a second each, and two pods each open 100 new \
+             connections a second. Now {victim} loses its power and its network without warning. As soon as it stops \
+             answering probes, the next carriers of its egress IPs answer for them, and all packets go there. Nothing waits \
+             for the controller, which plans without the gateway once its lease of 15 s has expired. The state of the \
+             connections is on the workers, not on the gateway, so they simply continue."
         ),
     );
     show.open_streams(STREAMS_PER_POD)?;
@@ -63,14 +63,14 @@ pub fn dies(show: &mut Show) -> Result<()> {
     })?;
     let moved = died.elapsed();
     let streams = show.streams()?;
-    show.screen.wait("the connections go on", || streams.wait_progress(10))?;
+    show.screen.wait("the connections continue", || streams.wait_progress(10))?;
     let all = streams.all();
     let flows = finish_trickles(show, trickles)?;
     let allowed = show.egress_addresses()?;
     show.sightings.add(&watch.finish(&allowed)?);
 
     show.screen.table(&streams_table(&all, &before, &after));
-    show.screen.say(&format!("New connections around the death of {victim} (which is at 0.0):"));
+    show.screen.say(&format!("New connections around the death of {victim} (at 0.0):"));
     show.screen.table(&timeline(&flows, died));
 
     let of_victim = |ip: IpAddr| before.get(&ip).is_some_and(|node| *node == victim);
@@ -83,13 +83,13 @@ pub fn dies(show: &mut Show) -> Result<()> {
     );
     let (pause, others) = (longest_pause(&all, of_victim), longest_pause(&all, |ip| !of_victim(ip)));
     show.claim(
-        "they pause until the next carrier answers",
+        "they pause only until the next carrier answers",
         pause <= LONGEST_PAUSE,
         format!("at most {}", seconds(LONGEST_PAUSE)),
         format!("at most {}", seconds(pause)),
     );
     show.claim(
-        "connections through other gateways do not notice",
+        "connections through other gateways are not affected",
         others <= UNNOTICED,
         format!("no pause above {}", seconds(UNNOTICED)),
         format!("longest pause {}", seconds(others)),
@@ -107,9 +107,9 @@ pub fn returns(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "The gateway returns",
         &format!(
-            "{victim} has power again and its agent starts. Its egress IPs come back to it once it has been well for the \
+            "{victim} has power again, and its agent starts. Its egress IPs return to it once it has been healthy for the \
              `failback` delay of the pool (3 s in this example; `mode: Never` would leave them where they are). The 100 \
-             connections still stream."
+             connections are still streaming."
         ),
     );
     let watch = Watch::start(show.server())?;
@@ -121,7 +121,7 @@ pub fn returns(show: &mut Show) -> Result<()> {
     show.lab.start_agent(&victim, &show.agents.clone())?;
     let home = show.home.clone();
     // Egress IPs that do not return are the claim's to judge.
-    wait_carriers(show, WEB, &format!("the egress IPs of {victim} come back"), |all| *all == home).ok();
+    wait_carriers(show, WEB, &format!("the egress IPs of {victim} return"), |all| *all == home).ok();
     let returned = back.elapsed();
     let after = carriers(show, WEB)?;
     let streams = show.streams()?;
@@ -133,21 +133,21 @@ pub fn returns(show: &mut Show) -> Result<()> {
 
     show.screen.table(&streams_table(&all, &before, &after));
     show.claim(
-        "egress IPs return to a gateway that is back",
+        "egress IPs return to the revived gateway",
         after == home && returned >= FAILBACK_DELAY && returned <= RETURNED,
         format!("after {}, within {}", seconds(FAILBACK_DELAY), seconds(RETURNED)),
         format!("after {}: {}", seconds(returned), moves(&before, &after)),
     );
     let pause = longest_pause(&all, |_| true);
     show.claim(
-        "no connection is lost on the way back",
+        "no connection is lost during the return",
         intact(&all) == all.len() && pause <= HANDED_OVER,
         format!("{} of {}, no pause above {}", all.len(), all.len(), seconds(HANDED_OVER)),
         format!("{} of {}, longest pause {}", intact(&all), all.len(), seconds(pause)),
     );
     let (opened, waited, failed) = counts(&flows);
     show.claim(
-        "no new connection is refused meanwhile",
+        "no new connection fails meanwhile",
         failed == 0,
         "0 failed",
         format!("{opened} of {} opened at once, {waited} with a second SYN, {failed} failed", flows.len()),
@@ -167,9 +167,9 @@ pub fn avoided(flows: &[Flow], died: Instant, moved: Duration) -> Claim {
     Claim {
         name: "new connections avoid the dead gateway".to_owned(),
         holds: failed == 0 && late * RARE <= then.len(),
-        expected: format!("after {} fewer than 1 in {RARE} needs a second SYN, none fails", seconds(DIVERTED)),
+        expected: format!("after {}, at most 1 in {RARE} needs a second SYN; none fails", seconds(DIVERTED)),
         measured: format!(
-            "{} opened, {waited} with a second SYN: {early} before {}, {late} later, {} after the egress IPs moved; {failed} failed",
+            "{} in all, {waited} with a second SYN: {early} before {}, {late} later, {} after the egress IPs moved; {failed} failed",
             flows.len(),
             seconds(DIVERTED),
             waited - early - late

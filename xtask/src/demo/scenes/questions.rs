@@ -28,9 +28,9 @@ const ALERT: &str = "SpillwayStoreDisconnected";
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Who was it, what would change, and who notices",
-        "Somebody outside reports an address, a port and a time: `egressctl whois` names the pod. Before a policy is \
-         deleted, `egressctl diff` says whose connections would break, and applies nothing. And when worker2 cannot read \
-         the objects any more, a Prometheus with the alerts that Spillway ships says so.",
+        "Somebody outside reports an address, a port and a time, and `egressctl whois` names the pod. Before a policy is \
+         deleted, `egressctl diff` says whose connections would break, and changes nothing. When worker2 can no longer \
+         read the objects, a Prometheus with Spillway's alerts reports it.",
     );
     who_was_it(show)?;
     what_would_change(show)?;
@@ -70,12 +70,12 @@ fn what_would_change(show: &mut Show) -> Result<()> {
     let items = view["items"].as_array().context("no items")?;
     let breaks = |item: &&Value| item["becomes"] == "breaks" && item["flow"]["remotePort"] == STREAM_PORT;
     let (said, live) = (items.iter().filter(breaks).count(), 2 * STREAMS_PER_POD);
-    show.screen.wait("the connections stream on", || show.streams()?.wait_progress(10))?;
+    show.screen.wait("the connections keep streaming", || show.streams()?.wait_progress(10))?;
     show.claim(
         "diff says what would break, and breaks nothing",
         said == live,
         format!("the {live} streams of {node}"),
-        format!("{said} streams, which go on"),
+        format!("{said} streams, which continue"),
     );
     Ok(())
 }
@@ -105,7 +105,7 @@ pub fn alert(
     let fires = || -> Result<bool> {
         Ok(prometheus.firing()?.iter().any(|labels| labels["alertname"] == ALERT && labels["node"] == node))
     };
-    screen.wait("Prometheus asks all agents", || wait_for("no alert", PATIENCE, || Ok(!fires()?)))?;
+    screen.wait("Prometheus scrapes all agents", || wait_for("no alert", PATIENCE, || Ok(!fires()?)))?;
     let began = Instant::now();
     fault()?;
     let fired = screen.wait("an alert fires", || wait_for(ALERT, PATIENCE, fires)).map(|()| began.elapsed());
@@ -115,9 +115,11 @@ pub fn alert(
     Ok(Claim {
         name: "an alert fires and resolves".to_owned(),
         holds: fired.is_ok() && resolved.is_ok(),
-        expected: format!("{ALERT} of {node}, with minutes as seconds"),
+        expected: format!("{ALERT} for {node}, with seconds instead of minutes"),
         measured: match fired {
-            Ok(after) => format!("after {}, and gone {} after the end", seconds(after), seconds(ended.elapsed())),
+            Ok(after) => {
+                format!("after {}; resolved {} after the fault's end", seconds(after), seconds(ended.elapsed()))
+            }
             Err(error) => format!("{error:#}"),
         },
     })

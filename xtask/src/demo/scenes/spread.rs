@@ -22,9 +22,9 @@ const TOLERANCE: f64 = 8.0;
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Connections spread over three gateways",
-        "Four pods `app: web` now open 600 connections to a server outside of the cluster over IPv4, and 600 over IPv6. \
-         The policy `web` gives them three egress IPs of each family, each carried by a gateway of its own. The table is \
-         what the server saw: not one address of a pod or a worker, and about a third from each egress IP.",
+        "Four pods with the label `app: web` now open 600 connections over IPv4 to a server outside the cluster, and 600 \
+         over IPv6. The policy `web` gives them three egress IPs of each family, each carried by a different gateway. The \
+         table shows what the server saw: no address of a pod or a worker, and about a third from each egress IP.",
     );
     let watch = Watch::start(show.server())?;
     for family in Family::BOTH {
