@@ -55,7 +55,7 @@ fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet()
                 || sources(&pod.ns, &server, family, 1).map(|_| tool.log()),
                 |log| {
                     [
-                        "policy web has the pod and the destination",
+                        "policy web matches the pod and the destination",
                         "a flow is opened, with port",
                         &opened,
                         "it goes to node gw",

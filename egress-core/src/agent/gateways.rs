@@ -270,8 +270,8 @@ impl Gateways {
         if turned {
             g.able = answer.able;
             match g.able {
-                true => tracing::info!("gateway {name} is able to carry egress IPs again"),
-                false => tracing::info!("gateway {name} says that it is not able to carry egress IPs"),
+                true => tracing::info!("gateway {name} can carry egress IPs again"),
+                false => tracing::info!("gateway {name} reports that it cannot carry egress IPs"),
             }
         }
         tell(name, &news, g.transports.current()) | learned | turned

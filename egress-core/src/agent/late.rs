@@ -61,16 +61,16 @@ impl Late {
         let not_started = self.starting.iter().filter(|(_, since)| late(since, limit));
         let not_started = not_started.map(|(id, _)| {
             let message = format!(
-                "it has had no address for {} s: unknown sources are not held for it any more until an interface appears; look why it does not start (kubectl describe pod)",
+                "it has had no address for {} s: unknown sources are no longer held for it until an interface appears; find out why it does not start (kubectl describe pod)",
                 limit.as_secs()
             );
             (id, TroubleKind::PodNotStarted, message)
         });
         let unreached = self.unreached.iter().filter(|(_, since)| late(since, REACHED_AFTER));
         let unreached = unreached.map(|(id, _)| {
-            let message = "no interface of the node leads to it (ipvlan, macvlan, SR-IOV, or a kind that is not known): its packets do not \
-                           meet the programs, and the policy does not hold; wire it by a veth pair, or name its host-side interface in \
-                           podInterfaces";
+            let message = "no interface of the node leads to it (ipvlan, macvlan, SR-IOV, or an unknown kind): its packets bypass the \
+                           programs, and the policy does not apply to it; connect it by a veth pair, or name its host-side interface \
+                           in podInterfaces";
             (id, TroubleKind::PodWithoutInterface, message.to_owned())
         });
         let of_policies = |(id, kind, message): (&EndpointId, TroubleKind, String)| {

@@ -173,7 +173,7 @@ impl Reach {
     /// Logs why it may not.
     fn tell(&self) {
         let why = match (self.reached, self.replaced) {
-            (false, _) => "no other gateway answers, and no node asks this one",
+            (false, _) => "no other gateway answers, and no node probes this one",
             (_, true) => "it cannot renew its lease, and other gateways can",
             _ => return,
         };

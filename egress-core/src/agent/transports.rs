@@ -123,12 +123,12 @@ fn plain(peer: &Peer, route: &Route, links: &LinkTable, own: &[IpAddr]) -> Resul
     let link = links.links.get(&route.oif).ok_or("the route's interface is not known")?;
     let name = &link.name;
     if route.encapsulated {
-        return Err(format!("the route by {name} encapsulates"));
+        return Err(format!("the route through {name} encapsulates"));
     }
     let mac = match (&link.kind, link.mac) {
         (LinkKind::Loopback, _) => return Err(format!("the route leads to {name}")),
         (kind, Some(mac)) if !kind.is_tunnel() => mac,
-        (kind, _) => return Err(format!("the route leads by {name} ({kind}), which is not plain Ethernet")),
+        (kind, _) => return Err(format!("the route leads through {name} ({kind}), which is not plain Ethernet")),
     };
     if !link.up {
         return Err(format!("{name} is down"));
@@ -147,7 +147,7 @@ fn off_link(peer: &Peer, path: &Path) -> Option<String> {
         return Some(format!("not on the same link (next hop {})", path.hop));
     }
     if !peer.direct {
-        return Some("the other node's settings do not take it".into());
+        return Some("the other node's settings do not allow it".into());
     }
     path.macs.is_none().then(|| "the other node reports no Ethernet address".into())
 }

@@ -41,7 +41,7 @@ impl Unnamed {
 /// The neighbourhood of a pod's address.
 fn around_pod(ip: IpAddr) -> (IpNet, String) {
     let message = format!(
-        "the address {ip} of a pod is in no network that a Node, a CNI, the controller or exceptCIDRs names: look whether a controller \
+        "the address {ip} of a pod is in no network that a Node, a CNI, the controller or exceptCIDRs names: check whether a controller \
          runs (EgressNode.spec.podNetworks), or add the pods' network to exceptCIDRs"
     );
     (net(ip, AROUND[usize::from(ip.is_ipv6())]), message)
@@ -60,7 +60,7 @@ fn services(is: &Facts) -> Option<(IpNet, String)> {
     let address = service.addr();
     let free = Family::bits(address).wrapping_sub(1).trailing_zeros().min(SERVICE_BITS);
     let message = format!(
-        "the network of Services is not known: the cluster has no ServiceCIDR, and exceptCIDRs does not have {address}, the Service of \
+        "the network of Services is unknown: the cluster has no ServiceCIDR, and exceptCIDRs does not contain {address}, the Service of \
          the API server; add the cluster's service network to exceptCIDRs"
     );
     Some((net(address, u8::try_from(Family::of(address).width() - free).unwrap_or(service.prefix_len())), message))

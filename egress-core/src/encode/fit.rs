@@ -37,14 +37,13 @@ impl Refused {
             message,
         };
         let policies = self.policies.iter().map(|(policy, overflow)| {
-            let message = format!(
-                "{overflow}: everything is dropped that its pods send; make its destinations or gateways fewer"
-            );
+            let message =
+                format!("{overflow}: everything that its pods send is dropped; use fewer destinations or gateways");
             trouble(policy, message)
         });
         let addresses = self.egress_ips.iter().flat_map(|(address, overflow)| {
             let users = plan.get(address).into_iter().flat_map(|e| e.users.keys());
-            let message = format!("{overflow}: {address} is not used there; make the egress IPs fewer");
+            let message = format!("{overflow}: {address} is not used there; use fewer egress IPs");
             users.map(move |policy| trouble(policy, message.clone()))
         });
         policies.chain(addresses).collect()

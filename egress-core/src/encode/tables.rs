@@ -79,7 +79,7 @@ pub struct Tables {
 
 /// A table that is too small for what is wanted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("table {map} holds {capacity} entries and {wanted} are wanted")]
+#[error("table {map} holds {capacity} entries and {wanted} are needed")]
 pub struct Overflow {
     /// The map.
     pub map: &'static str,

@@ -87,21 +87,21 @@ pub fn judge(setting: Xdp, name: &str, driver: &Driver) -> Result<(), Why> {
         return Err(Why::only(reason));
     }
     if let Some(stranger) = &driver.stranger {
-        return Err(Why::only(format!("the XDP program {stranger} of somebody else is there")));
+        return Err(Why::only(format!("another XDP program, {stranger}, is attached")));
     }
     let Some(acts) = driver.acts else {
-        return Err(Why::with("the kernel does not tell what drivers can do", "boot Linux 6.3 or later"));
+        return Err(Why::with("the kernel does not report what drivers can do", "boot Linux 6.3 or later"));
     };
     if acts & (act::BASIC | act::REDIRECT) != act::BASIC | act::REDIRECT {
         return Err(Why::only(format!("the driver of a {} interface cannot do it", driver.kind)));
     }
     if setting == Xdp::Auto && driver.kind == LinkKind::Veth {
-        let reason = "a veth hands over merged segments, which TC sends on as they are";
+        let reason = "a veth delivers merged segments, which TC forwards as they are";
         return Err(Why::with(reason, "`xdp: Native` if most packets are small"));
     }
     if driver.hides_tags {
         let remedy = format!("`ethtool -K {name} rxvlan off`");
-        return Err(Why::with("VLAN tags are taken off before a program sees them", remedy));
+        return Err(Why::with("VLAN tags are removed before a program sees them", remedy));
     }
     Ok(())
 }

@@ -145,8 +145,8 @@ pub fn settle<'a>(
 /// The message for an address that a node, and nothing else, claims to have.
 fn unproven(address: IpAddr, node: &NodeName) -> String {
     format!(
-        "node {node} says that it has {address} (EgressNode {node}, status.addresses), which its Node object does not, and the \
-         nodeSelector does not select it: it is not believed; remove the address from that node"
+        "node {node} reports {address} (EgressNode {node}, status.addresses), but its Node object does not have it and the \
+         nodeSelector does not select the node: this is not believed; remove the address from that node"
     )
 }
 

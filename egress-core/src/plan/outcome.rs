@@ -44,7 +44,7 @@ impl Problems {
             let of_family = || serving().filter(|slot| Family::of(slot.address) == family);
             let (reason, message) = if of_family().next().is_none() {
                 let message = format!(
-                    "there is no {family} egress IP: traffic to {family} destinations {fate}; add an {family} address or pool, or take {family} out of destinationCIDRs"
+                    "there is no {family} egress IP: traffic to {family} destinations {fate}; add an {family} address or pool, or remove {family} from destinationCIDRs"
                 );
                 (Reason::NoAddress, message)
             } else if of_family().all(|slot| slot.owner.is_none()) {
@@ -93,7 +93,7 @@ impl Problems {
             let shown = nets.iter().take(3).map(ToString::to_string).collect::<Vec<_>>().join(", ");
             let more = if nets.len() > 3 { format!(" and {} more", nets.len() - 3) } else { String::new() };
             let message = format!(
-                "policy {winner} comes first for {shown}{more} of some of the same pods: make the selectors or destinationCIDRs of one of them narrower"
+                "policy {winner} comes first for {shown}{more} of some of the same pods: narrow the selectors or destinationCIDRs of one of them"
             );
             self.add(policy, ConditionKind::Conflicting, Reason::SameDestination, message);
         }
@@ -134,7 +134,7 @@ fn fine(kind: ConditionKind, policy: &Policy, slots: usize, endpoints: usize) ->
             };
             format!("{endpoints} endpoints, {way} over {slots} egress IPs")
         }
-        ConditionKind::Degraded => "everything that was asked for is there".into(),
+        ConditionKind::Degraded => "everything that was requested is there".into(),
         ConditionKind::Conflicting => "no other policy comes first".into(),
     }
 }
@@ -152,18 +152,18 @@ fn slot_problem(slot: &Slot) -> Option<(Reason, String)> {
         ),
         OwnerReason::NoGatewaySelected => (
             Reason::NoGateway,
-            format!("{address} has no gateway, as the nodeSelector selects no node: correct it or label nodes"),
+            format!("{address} has no gateway, because the nodeSelector selects no node: correct it or label nodes"),
         ),
         OwnerReason::NoGatewayReady => (
             Reason::NoGateway,
             format!(
-                "{address} has no gateway, as no selected node is ready with an agent that renews its lease: look at these nodes"
+                "{address} has no gateway, because no selected node is ready with an agent that renews its lease: check these nodes"
             ),
         ),
         OwnerReason::AtCapacity => (
             Reason::AtCapacity,
             format!(
-                "{address} waits for a gateway, as all have as many egress IPs as they may: raise maxEgressIPsPerNode or the annotation spillway.io/max-egress-ips, or add a gateway"
+                "{address} waits for a gateway, because all have their maximum number of egress IPs: raise maxEgressIPsPerNode or the annotation spillway.io/max-egress-ips, or add a gateway"
             ),
         ),
         OwnerReason::AddressElsewhere => (

@@ -58,7 +58,7 @@ pub fn allocate<'a>(
     for (address, policies) in &asked {
         for policy in policies.iter().filter(|_| owned.contains_key(address)) {
             let message = format!(
-                "{address} was allocated to policy {} out of a pool: ask for another address, or let that policy ask for this one too",
+                "{address} was allocated to policy {} from a pool: ask for another address, or let that policy ask for this one too",
                 owned[address]
             );
             problems.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
@@ -137,7 +137,7 @@ fn requests<'a>(quotas: &mut Quotas<'a>, policy: &'a Policy, problems: &mut Prob
         };
         for address in ips.iter().filter(|address| !pool.contains(**address)) {
             let message = format!(
-                "egressIPs: {address} is in none of the ranges of pool {id}: take one out of {}",
+                "egressIPs: {address} is in none of the ranges of pool {id}: use one from {}",
                 pool.ranges
                     .iter()
                     .collect::<BTreeSet<_>>()
@@ -221,7 +221,7 @@ fn keep_apart<'a>(
             let keeps = policy.namespace() == keeper;
             if !keeps {
                 let message = format!(
-                    "{address} is used outside of the namespace: take it out of egressIPs, or ask for another one"
+                    "{address} is used outside the namespace: remove it from egressIPs, or ask for another one"
                 );
                 problems.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
             }

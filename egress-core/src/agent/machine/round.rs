@@ -208,7 +208,7 @@ impl Machine {
 
     fn write(&mut self, round: &mut Round) -> Step {
         let (setting, own) = (self.settings.transport, self.tunnel_addresses());
-        let unknown = Err("no route was asked for".to_owned());
+        let unknown = Err("no route was requested".to_owned());
         let to = |peer: &Peer| {
             let route = round.routes.get(&peer.address).unwrap_or(&unknown);
             transports::to(setting, peer, route, &self.facts.links, &own)

@@ -15,7 +15,7 @@ fn lines_of_two_processors_become_packets_with_names() {
     let lines = [
         "1 > <hook 1> 10.10.0.5:40000 to 203.0.113.7:443 <proto 6><flags 2> 74 bytes".to_owned(),
         "16777217 > <hook 1> [fd00::5]:53 to [2001:db8::7]:53 <proto 17><flags 0> 60 bytes".to_owned(),
-        format!("1 no flow has it yet, and policy <policy {web}> has the pod and the destination"),
+        format!("1 it has no flow yet, and policy <policy {web}> matches the pod and the destination"),
         format!("16777217 = dropped: <drop {}>", Counter::DropNoGateway as u32),
         format!("1 a flow is opened, with port 3072 of <egress {egress}>"),
         "1 = sent".to_owned(),
@@ -33,8 +33,8 @@ fn lines_of_two_processors_become_packets_with_names() {
     );
     assert_eq!(
         print(&done[1], Output::Table).unwrap(),
-        "14:03:05.250000Z #1 from the pod: 10.10.0.5:40000 to 203.0.113.7:443 TCP SYN, 74 bytes\n      no flow has it \
-         yet, and policy web has the pod and the destination\n      a flow is opened, with port 3072 of \
+        "14:03:05.250000Z #1 from the pod: 10.10.0.5:40000 to 203.0.113.7:443 TCP SYN, 74 bytes\n      it has no flow \
+         yet, and policy web matches the pod and the destination\n      a flow is opened, with port 3072 of \
          192.0.2.10\n    = sent\n"
     );
     let json = one(&done[1], Output::Json).unwrap();

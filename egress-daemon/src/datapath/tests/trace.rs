@@ -44,16 +44,16 @@ fn each_decision_about_the_pods_packets_is_told() {
         rig.run("pod_egress", &segment(pod, server, SYN));
         let first = told(&mut lines);
         assert!(first[0].starts_with(&format!("> <hook 1> {ends} <proto 6><flags 2> ")), "{first:?}");
-        assert!(first[1].contains("no flow has it yet, and policy <policy "), "{first:?}");
+        assert!(first[1].contains("it has no flow yet, and policy <policy "), "{first:?}");
         assert!(first[2].contains("a flow is opened, with port "), "{first:?}");
-        assert!(first[3].contains("it is of a flow in the table"), "{first:?}");
+        assert!(first[3].contains("it belongs to a flow of policy "), "{first:?}");
         assert!(first[4].contains("its source becomes port "), "{first:?}");
         assert!(first[5].contains("it goes to node <node "), "{first:?}");
         assert!(first[6].starts_with("= "), "{first:?}");
         assert_eq!(first.len(), 7, "{first:?}");
 
         rig.run("pod_egress", &segment(pod, server, ACK));
-        assert!(told(&mut lines)[1].contains("it is of a flow in the table"));
+        assert!(told(&mut lines)[1].contains("it belongs to a flow of policy "));
         let excepted = if pod == POD4 { "198.18.3.4" } else { "fd00:2::7" };
         rig.run("pod_egress", &segment(pod, excepted, SYN));
         assert!(told(&mut lines)[1].contains("no policy that selects its sender has this destination"));

@@ -131,10 +131,10 @@ impl<'a> ConditionWriter<'a> {
             }
             OwnerReason::NoGatewaySelected => "no node is selected: correct the nodeSelector or label nodes".into(),
             OwnerReason::NoGatewayReady => {
-                "no selected node is ready with an agent that renews its lease: look at these nodes".into()
+                "no selected node is ready with an agent that renews its lease: check these nodes".into()
             }
             OwnerReason::AtCapacity => {
-                "all gateways have as many egress IPs as they may: raise maxEgressIPsPerNode or the annotation spillway.io/max-egress-ips, or add a gateway".into()
+                "all gateways have their maximum number of egress IPs: raise maxEgressIPsPerNode or the annotation spillway.io/max-egress-ips, or add a gateway".into()
             }
             OwnerReason::AddressElsewhere => {
                 format!("{address} is configured on a node that is not selected, or must be configured on a selected one and is not")

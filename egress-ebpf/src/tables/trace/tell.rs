@@ -82,24 +82,24 @@ pub extern "C" fn trace_step(number: u32, step: u32, a: u32, b: u32) -> u64 {
         };
     }
     tell! {
-        Flow: "{} it is of a flow in the table, of policy <policy {}>", a;
-        Anew: "{} the tables have changed since its flow was opened: it is judged anew";
+        Flow: "{} it belongs to a flow of policy <policy {}>", a;
+        Anew: "{} the tables have changed since its flow began: it is classified again";
         Unselected: "{} no policy selects its sender";
         Elsewhere: "{} no policy that selects its sender has this destination";
-        Policy: "{} no flow has it yet, and policy <policy {}> has the pod and the destination", a;
+        Policy: "{} it has no flow yet, and policy <policy {}> matches the pod and the destination", a;
         Opened: "{} a flow is opened, with port {} of <egress {}>", b, a;
-        Asked: "{} the host's routes and firewall are asked first: it is translated where it leaves";
+        Asked: "{} the host's routes and firewall decide first: it is translated where it leaves";
         Confirmed: "{} the host let it pass, which confirms its flow";
         Translated: "{} its source becomes port {} of <egress {}>", b, a;
         LeftAlone: "{} the outside opened this, or it is older than the policy: it is left alone";
-        Remembered: "{} the outside opens something: what the pod answers will be left alone";
-        Expires: "{} its hop limit ends here, which the host answers";
+        Remembered: "{} the outside opens something: the pod's answers will be left alone";
+        Expires: "{} its hop limit ends here: the host answers it";
         AsNode: "{} the policy has no gateway, and lets its pods leave with the node's address";
-        Fragment: "{} it is a fragment before the first one of its datagram";
-        Quotes: "{} it is an ICMP error: what it quotes decides";
+        Fragment: "{} it is a fragment that came before the first one";
+        Quotes: "{} it is an ICMP error: the quoted packet decides";
         TooLarge: "{} it is too large: the pod is told that {} bytes fit", a;
         Answer: "{} it answers a flow of the pod: its destination becomes the pod, port {}", b;
-        Delivered: "{} it is an answer, translated on this node";
+        Delivered: "{} it is a reply, translated on this node";
         ToNode: "{} it goes to node <node {}>, <purpose {}>", a, b;
         Leaves: "{} this node is the gateway of <egress {}>", a;
     }
@@ -111,7 +111,7 @@ pub extern "C" fn trace_step(number: u32, step: u32, a: u32, b: u32) -> u64 {
 #[inline(never)]
 pub extern "C" fn trace_verdict(number: u32, verdict: u32, of: u32) -> u64 {
     match verdict as u64 {
-        bits::PASS => info!((), "{} = the host's stack goes on with it", number),
+        bits::PASS => info!((), "{} = passed on to the host's stack", number),
         bits::DROP => info!((), "{} = dropped: <drop {}>", number, of),
         bits::TAKEN if of == REDIRECT => info!((), "{} = sent", number),
         _ => info!((), "{} = dropped: <drop {}>", number, Counter::DropRedirect as u32),
