@@ -1,6 +1,6 @@
 //! Fills a real API server with a cluster that no machine holds, and changes it: `cargo xtask bench --scale` calls it.
 //!
-//! KWOK plays the kubelets: `tests/cluster/kwok/kwok.yaml` reads a node's address from its annotation. Every 250th node is a gateway.
+//! KWOK plays the kubelets: `tests/cluster/kwok/kwok.yaml` reads addresses from annotations. Every 250th node is a gateway.
 //! Prints `ready`, and then `done` for each line of input: `pods COUNT NUMBER APPLICATION NODE` (numbers and nodes follow each other),
 //! `policy NUMBER APPLICATION`, or `node NUMBER`.
 
@@ -23,6 +23,9 @@ use std::{io::BufRead, net::Ipv4Addr};
 /// The distance between gateways.
 const GATEWAY_EVERY: u32 = 250;
 const NAMESPACES: u32 = 50;
+/// The first address of the nodes, and of their pods' networks, each a /24.
+const NODES: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 0);
+const POD_NETWORKS: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 0);
 /// How many requests are in flight at once.
 const CONCURRENT: usize = 64;
 
@@ -44,9 +47,11 @@ async fn main() -> Result<()> {
     let namespaces = (0..NAMESPACES).map(|n| format!("team-{n}")).chain([LEASE_NAMESPACE.to_owned()]);
     filler.all(namespaces.map(|name| filler.namespace(name))).await?;
     filler.all((0..nodes).map(|n| filler.node(n))).await?;
-    // The pods of an application are on nodes that are far apart, no two on one.
+    // The pods of an application are on nodes that are far apart, no two on one. Those of a node belong to different rounds of policies.
     let node_of = |n: u32| (n % policies + n / policies * 97) % nodes;
-    filler.all((0..pods).map(|n| filler.pod(n, n % policies, node_of(n)))).await?;
+    let address = |n: u32, node: u32| Ipv4Addr::from(POD_NETWORKS.to_bits() + (node << 8) + 1 + n / policies);
+    let pod = |n: u32, application: u32, node: u32| filler.pod(n, application, node, address(n, node));
+    filler.all((0..pods).map(|n| pod(n, n % policies, node_of(n)))).await?;
     filler.pool().await?;
     let share = |n: u32| (u64::from(n) * u64::from(egress_ips) / u64::from(policies)) as u32;
     filler.all((0..policies).map(|n| filler.policy(n, n, share(n + 1) - share(n)))).await?;
@@ -58,7 +63,7 @@ async fn main() -> Result<()> {
         let numbers: Vec<u32> = words.iter().skip(1).filter_map(|word| word.parse().ok()).collect();
         match (words.first(), &numbers[..]) {
             (Some(&"pods"), [count, number, application, node]) => {
-                filler.all((0..*count).map(|n| filler.pod(number + n, *application, node + n))).await?;
+                filler.all((0..*count).map(|n| pod(number + n, *application, node + n))).await?;
             }
             (Some(&"policy"), [number, application]) => filler.policy(*number, *application, 1).await?,
             (Some(&"node"), [number]) => filler.node(*number).await?,
@@ -107,8 +112,8 @@ impl Filler {
             "topology.kubernetes.io/zone": format!("zone-{}", n % 3),
             "egress": n.is_multiple_of(GATEWAY_EVERY).to_string(),
         });
-        let annotations = json!({"lab/address": Ipv4Addr::from(0xac10_0000 + n)});
-        let cidr = format!("{}/24", Ipv4Addr::from(0x0a00_0000 + (n << 8)));
+        let annotations = json!({"lab/address": Ipv4Addr::from(NODES.to_bits() + n)});
+        let cidr = format!("{}/24", Ipv4Addr::from(POD_NETWORKS.to_bits() + (n << 8)));
         let metadata = json!({"name": name, "labels": labels, "annotations": annotations});
         let spec = json!({"podCIDR": cidr, "podCIDRs": [cidr]});
         self.make::<Node>(None, json!({"metadata": metadata, "spec": spec})).await?;
@@ -118,8 +123,9 @@ impl Filler {
         Ok(())
     }
 
-    async fn pod(&self, n: u32, application: u32, node: u32) -> Result<()> {
+    async fn pod(&self, n: u32, application: u32, node: u32, address: Ipv4Addr) -> Result<()> {
         let metadata = json!({
+            "annotations": {"lab/address": address},
             "name": format!("app-{application}-7d9c6f5b8-{n:06}"),
             "labels": {"app": format!("app-{application}"), "tier": "web", "pod-template-hash": "7d9c6f5b8"},
         });

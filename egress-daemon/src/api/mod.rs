@@ -16,8 +16,8 @@ mod tests;
 
 pub use egress_ip::{EgressIP, EgressIPSpec, EgressIPStatus, PolicyUse, egress_ip_name};
 pub use egress_node::{
-    Assignment, BlockRange, CarriedIP, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, LeasedBlocks,
-    NodeAddress, ProgrammedPolicy, Trouble,
+    Assignment, BlockRange, CarriedIP, Demand, EgressNode, EgressNodeSpec, EgressNodeStatus, LeasedBlocks, NodeAddress,
+    ProgrammedPolicy, Trouble,
 };
 pub use egress_policy::{EgressPolicy, EgressPolicySpec, OwnPods};
 pub use foreign::networks;

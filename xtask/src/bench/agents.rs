@@ -13,11 +13,15 @@ use lab::netns::NetNs;
 use lab::scope::Scope;
 
 use super::large::{Running, memory};
+use super::variant::CALM;
 use crate::interrupt;
 
 /// The first address of the nodes (`egress-daemon/examples/fill.rs`), and the control plane's in their network.
 const NODES: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 0);
 const CONTROL_PLANE: &str = "172.16.255.1";
+
+/// The agents' configuration, in the scope's folder.
+const CONFIG: &str = "config.yaml";
 
 /// The agents of a cluster. Ended and removed when dropped.
 pub struct Agents<'a> {
@@ -37,27 +41,35 @@ impl<'a> Agents<'a> {
         interrupt::guard(scope.id());
         cluster.netns("cp")?.ip(&[format!("addr add {CONTROL_PLANE}/16 dev nodes")])?;
         let pods = scope.namespace("pods")?;
+        fs::write(scope.dir().join(CONFIG), CALM).context("the agents' configuration")?;
         Ok(Self { cluster, program: program.to_owned(), running: BTreeMap::new(), pods, scope })
+    }
+
+    /// A namespace in the network of the nodes, with their `host`th address. What runs there ends if this program is interrupted.
+    pub fn namespace(&mut self, host: u32) -> Result<NetNs> {
+        let ns = self.scope.namespace(&format!("n{host}"))?;
+        self.cluster.netns("cp")?.ip(&[
+            format!("link add n{host} type veth peer name eth0 netns {}", ns.name()),
+            format!("link set n{host} master nodes"),
+            format!("link set n{host} up"),
+        ])?;
+        ns.ip(&[
+            format!("addr add {}/16 dev eth0", Ipv4Addr::from(NODES.to_bits() + host)),
+            "link set eth0 up".to_owned(),
+            format!("route add default via {CONTROL_PLANE}"),
+        ])?;
+        Ok(ns)
     }
 
     /// Starts the agent of a node, with the pods that the node has.
     pub fn start(&mut self, node: u32) -> Result<()> {
-        let ns = self.scope.namespace(&format!("n{node}"))?;
-        self.cluster.netns("cp")?.ip(&[
-            format!("link add n{node} type veth peer name eth0 netns {}", ns.name()),
-            format!("link set n{node} master nodes"),
-            format!("link set n{node} up"),
-        ])?;
-        ns.ip(&[
-            format!("addr add {}/16 dev eth0", Ipv4Addr::from(NODES.to_bits() + node)),
-            "link set eth0 up".to_owned(),
-            format!("route add default via {CONTROL_PLANE}"),
-        ])?;
+        let ns = self.namespace(node)?;
         let name = node_name(node);
         let log = File::create(self.scope.dir().join(format!("{name}.log"))).context("an agent's log")?;
         let mut command = ns.command(&self.program);
         command.args(["agent", "--log", "warn", "--node", &name, "--kubeconfig"]);
         command.arg(self.cluster.dir().join("kubeconfig")).arg("--bpffs").arg(self.scope.bpffs(&name));
+        command.arg("--config").arg(self.scope.dir().join(CONFIG));
         command.env("STATE_DIRECTORY", self.scope.dir().join(&name)).stdout(log.try_clone()?).stderr(log);
         self.running.insert(node, (ns, Running(command.spawn().context("an agent")?)));
         self.give_interfaces(node)

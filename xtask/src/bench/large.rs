@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lab::cluster::{Cluster, Kubernetes};
+use lab::netns::NetNs;
 use lab::{wait_for, wait_until};
 
 use super::agents::Agents;
@@ -73,6 +74,8 @@ const SETTLED: Duration = Duration::from_secs(8);
 const AT_REST: Duration = Duration::from_secs(60);
 /// The distance between gateways (`egress-daemon/examples/fill.rs`). All have agents, because sources probe them.
 const GATEWAY_EVERY: usize = 250;
+/// The number of an address in the network of the nodes that no node has: KWOK and the controllers have it.
+const NO_NODE: u32 = 0xfffe;
 /// Nodes with agents and without the role of a gateway: these, and those on which pods start alone.
 const WORKERS: std::ops::RangeInclusive<u32> = 1..=8;
 
@@ -87,13 +90,14 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     large.cluster.up_alone()?;
     large.cluster.kubectl(&["apply", "-f", &workspace::root().join("manifests/crds").display().to_string()])?;
     let began = Instant::now();
-    let _kubelets = large.kubelets(&kwok)?;
+    let mut agents = Agents::new(&large.cluster, &binaries.join("egress-daemon"))?;
+    let outside = agents.namespace(NO_NODE)?;
+    let _kubelets = large.kubelets(&kwok, &outside)?;
     let mut filler = large.fill(size)?;
     large.wait_running()?;
     step.end("✓", &format!("{} s", began.elapsed().as_secs()));
 
     let step = Step::start("agents in front of it");
-    let mut agents = Agents::new(&large.cluster, &binaries.join("egress-daemon"))?;
     let [fresh, other] = [nodes / 2 + 2, nodes / 2 + 3];
     let gateways = (0..nodes).step_by(GATEWAY_EVERY);
     for node in gateways.chain(WORKERS).chain([fresh, other]) {
@@ -105,7 +109,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
 
     let step = Step::start("a controller in front of it");
     let empty = large.counts()?;
-    let first = large.controller("first")?;
+    let first = large.controller("first", &outside)?;
     let created = || Ok([large.count("egressips")?, large.count("egressnodes")?]);
     let all = [u64::from(egress_ips), u64::from(nodes)];
     wait_until("every egress IP and node has its object", PATIENCE, created, |found| *found == all)?;
@@ -143,7 +147,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     changes.push(("a node that joins, with its agent", large.settled()? - before));
     let before = large.settled()?;
     drop(first);
-    let second = large.controller("second")?;
+    let second = large.controller("second", &outside)?;
     let leads = |holder: &Option<String>| {
         holder.as_ref().is_some_and(|holder| holder.ends_with(&format!("-{}", second.0.id())))
     };
@@ -174,9 +178,9 @@ impl Drop for Large {
 
 impl Large {
     /// Starts what plays the kubelets of all nodes. Their leases, which nobody reads here, are renewed rarely.
-    fn kubelets(&self, kwok: &Path) -> Result<Running> {
+    fn kubelets(&self, kwok: &Path, ns: &NetNs) -> Result<Running> {
         let log = File::create(self.cluster.dir().join("kwok.log")).context("KWOK's log")?;
-        let mut command = self.cluster.netns("cp")?.command(kwok);
+        let mut command = ns.command(kwok);
         command.arg("--kubeconfig").arg(self.cluster.dir().join("kubeconfig"));
         command.arg("--config").arg(workspace::root().join("tests/cluster/kwok/kwok.yaml"));
         command.args(["--manage-all-nodes", "--node-lease-duration-seconds", "3600"]);
@@ -205,9 +209,9 @@ impl Large {
         Ok(filler)
     }
 
-    fn controller(&self, name: &str) -> Result<Running> {
+    fn controller(&self, name: &str, ns: &NetNs) -> Result<Running> {
         let log = File::create(self.cluster.dir().join(format!("{name}.log"))).context("the controller's log")?;
-        let mut command = self.cluster.netns("cp")?.command(self.binaries.join("egress-daemon"));
+        let mut command = ns.command(self.binaries.join("egress-daemon"));
         command.args(["controller", "--log", "warn", "--kubeconfig"]).arg(self.cluster.dir().join("kubeconfig"));
         Ok(Running(command.stdout(log.try_clone()?).stderr(log).spawn().context("the controller")?))
     }

@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A machine that is busy with a load must not look like a dead gateway, nor must an agent that is stopped while its programs are
 /// measured.
-const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 10s, duration: 120s}\ndeadline: 100s\n";
+pub const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 10s, duration: 120s}\ndeadline: 100s\n";
 /// How many nodes start within [`PATIENCE`]: each loads its programs, and all are on one machine.
 const NODES_AT_ONCE: u32 = 8;
 
