@@ -14,6 +14,8 @@ use crate::{build, image, setup, workspace};
 /// The name of the cluster for people, and of the one for tests, which a test that is killed leaves behind.
 const NAME: &str = "spill";
 const OF_TESTS: &str = "swtest";
+/// The name of the one that `cargo xtask bench --scale` fills.
+pub const OF_BENCH: &str = "large";
 const WORKERS: u8 = 3;
 const GATEWAYS: u8 = 3;
 
@@ -44,6 +46,7 @@ pub fn run(args: &Args) -> Result<()> {
         ClusterCommand::Down => {
             the_cluster()?.down()?;
             Cluster::new(OF_TESTS, &binaries()?, WORKERS, GATEWAYS).down()?;
+            Cluster::new(OF_BENCH, &binaries()?, 0, 0).down()?;
             println!("The cluster is gone.");
             Ok(())
         }

@@ -28,7 +28,7 @@ use crate::{
     },
     observe::state::AgentState,
     store::{
-        Store, StoreError,
+        Changes, Store, StoreError,
         lease::{LeaseKeeper, LeaseState},
     },
 };
@@ -75,6 +75,11 @@ pub struct Options {
 
 /// Probe intervals after which every node knows that this one no longer answers, and the next carrier has announced itself.
 const NOTICE: u32 = 10;
+
+/// After a turn that took objects in, changes wait this many times as long as it took, and at most [`REST_AT_MOST`]. Its cost grows with
+/// the cluster: thousands of changes in a row would otherwise keep a processor busy.
+const REST: u32 = 3;
+const REST_AT_MOST: Duration = Duration::from_millis(500);
 
 /// A running agent: the machine that decides, and what it decides about.
 pub struct Agent {
@@ -199,14 +204,19 @@ impl Agent {
         self.make_stack_path(false, self.machine.held()).await?;
         self.carry_all_out().await;
         self.machine.handle_start(self.now());
+        let mut rest_until = self.start;
         loop {
+            let mut read_at = None;
             let current = self.links.current();
             let wake = self.next_wake();
             tokio::select! {
                 () = &mut stop => break,
-                () = changes.next() => if self.observed.read(&self.store, &self.node) {
-                    self.machine.handle_objects(self.observed.meant.clone());
-                },
+                () = objects_changed(&mut changes, rest_until) => {
+                    read_at = Some(Instant::now());
+                    if self.observed.read(&self.store, &self.node) {
+                        self.machine.handle_objects(self.observed.meant.clone());
+                    }
+                }
                 changed = links.changed() => {
                     changed.context("links are no longer followed")?;
                     self.machine.handle_links(links.borrow_and_update().clone());
@@ -238,6 +248,9 @@ impl Agent {
                 () = tokio::time::sleep_until(wake.into()) => {}
             }
             self.turn().await;
+            if let Some(read_at) = read_at {
+                rest_until = Instant::now() + (read_at.elapsed() * REST).min(REST_AT_MOST);
+            }
         }
         // The next agent continues the lease.
         if self.machine.handle_stop(self.now()) {
@@ -291,6 +304,12 @@ impl Agent {
     fn see_hooks(&mut self) {
         self.machine.handle_hooks(self.hooks.exits(), self.hooks.bypass().is_some());
     }
+}
+
+/// Waits for a change of the objects, but not before `rest_until`. Cancel safe.
+async fn objects_changed(changes: &mut Changes, rest_until: Instant) {
+    tokio::time::sleep_until(rest_until.into()).await;
+    changes.next().await;
 }
 
 /// Waits for news of the lease, if there is one. Cancel safe.

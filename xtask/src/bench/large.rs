@@ -86,7 +86,8 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     cluster::build(Kubernetes::default())?;
     let kwok = cluster::build_kwok()?;
     let step = Step::start(&format!("an API server with {nodes} nodes, {pods} pods, {policies} policies"));
-    let large = Large { cluster: Cluster::new("large", &cluster::binaries()?, 0, 0), binaries: binaries.to_owned() };
+    let large =
+        Large { cluster: Cluster::new(cluster::OF_BENCH, &cluster::binaries()?, 0, 0), binaries: binaries.to_owned() };
     large.cluster.up_alone()?;
     large.cluster.kubectl(&["apply", "-f", &workspace::root().join("manifests/crds").display().to_string()])?;
     let began = Instant::now();
