@@ -251,9 +251,9 @@ impl Found {
             "\n## A cluster\n\nA real API server with {} nodes, {} pods, {} policies and {} egress IPs, which `egress-daemon/examples/fill.rs` \
          makes and whose kubelets [KWOK](https://kwok.sigs.k8s.io) plays; every 250th node is a gateway. In front of it are the real \
          controller, which holds at most {:.0} MiB, and {} real agents, each in a network namespace: those of all gateways and of some other \
-         nodes. An agent holds at most {:.0} MiB while it loads its programs and {:.0} MiB at the end, and takes {:.1} ms of a second when \
-         nothing happens. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that each agent receives, also \
-         in bytes; lists that the watch cache answers, and that reach etcd.\n\n| | writes | received | bytes | lists | at etcd |\n\
+         nodes. An agent held {:.0} MiB at most and holds {:.0} MiB at the end, and takes {:.1} ms of processor time a second when nothing \
+         happens. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that each agent receives, also in bytes; \
+         lists that the watch cache answers, and that reach etcd.\n\n| | writes | received | bytes | lists | at etcd |\n\
          | --- | --: | --: | --: | --: | --: |",
             number(LARGE.nodes.into()),
             number(LARGE.pods.into()),
