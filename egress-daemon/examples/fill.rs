@@ -1,7 +1,7 @@
 //! Fills a real API server with a cluster that no machine holds, and changes it: `cargo xtask bench --scale` calls it.
 //!
-//! KWOK plays the kubelets: `tests/cluster/kwok/kwok.yaml` reads addresses from annotations. Every 250th node is a gateway.
-//! Prints `ready`, and then `done` for each line of input: `pods COUNT NUMBER APPLICATION NODE` (numbers and nodes follow each other),
+//! KWOK plays the kubelets: `tests/cluster/kwok/kwok.yaml` reads addresses from annotations. The last argument is the distance between
+//! gateways. Prints `ready`, and then `done` for each line of input: `pods COUNT NUMBER APPLICATION NODE` (numbers and nodes follow each other),
 //! `policy NUMBER APPLICATION`, or `node NUMBER`.
 
 use anyhow::{Context, Result, bail};
@@ -20,8 +20,6 @@ use kube::{
 use serde_json::{Value, json};
 use std::{io::BufRead, net::Ipv4Addr};
 
-/// The distance between gateways.
-const GATEWAY_EVERY: u32 = 250;
 const NAMESPACES: u32 = 50;
 /// The first address of the nodes, and of their pods' networks, each a /24.
 const NODES: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 0);
@@ -33,16 +31,16 @@ const CONCURRENT: usize = 64;
 async fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [kubeconfig, sizes @ ..] = &arguments[..] else {
-        bail!("usage: fill KUBECONFIG NODES PODS POLICIES EGRESS_IPS")
+        bail!("usage: fill KUBECONFIG NODES PODS POLICIES EGRESS_IPS GATEWAY_EVERY")
     };
     let sizes: Vec<u32> = sizes
         .iter()
         .map(|text| text.parse().with_context(|| format!("{text} is not a number")))
         .collect::<Result<_>>()?;
-    let [nodes, pods, policies, egress_ips] = sizes[..] else { bail!("four sizes are needed") };
+    let [nodes, pods, policies, egress_ips, gateway_every] = sizes[..] else { bail!("five numbers are needed") };
     let config = Kubeconfig::read_from(kubeconfig)?;
     let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await?;
-    let filler = Filler { client: Client::try_from(config)? };
+    let filler = Filler { client: Client::try_from(config)?, gateway_every };
 
     let namespaces = (0..NAMESPACES).map(|n| format!("team-{n}")).chain([LEASE_NAMESPACE.to_owned()]);
     filler.all(namespaces.map(|name| filler.namespace(name))).await?;
@@ -76,6 +74,7 @@ async fn main() -> Result<()> {
 
 struct Filler {
     client: Client,
+    gateway_every: u32,
 }
 
 impl Filler {
@@ -110,7 +109,7 @@ impl Filler {
         let labels = json!({
             "kubernetes.io/hostname": name,
             "topology.kubernetes.io/zone": format!("zone-{}", n % 3),
-            "egress": n.is_multiple_of(GATEWAY_EVERY).to_string(),
+            "egress": n.is_multiple_of(self.gateway_every).to_string(),
         });
         let annotations = json!({"lab/address": Ipv4Addr::from(NODES.to_bits() + n)});
         let cidr = format!("{}/24", Ipv4Addr::from(POD_NETWORKS.to_bits() + (n << 8)));

@@ -72,8 +72,8 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const SETTLED: Duration = Duration::from_secs(8);
 /// How long a cluster is watched in which nothing happens.
 const AT_REST: Duration = Duration::from_secs(60);
-/// The distance between gateways (`egress-daemon/examples/fill.rs`). All have agents, because sources probe them.
-const GATEWAY_EVERY: usize = 250;
+/// The distance between gateways. All have agents, because sources probe them.
+const GATEWAY_EVERY: u32 = 250;
 /// The number of an address in the network of the nodes that no node has: KWOK and the controllers have it.
 const NO_NODE: u32 = 0xfffe;
 /// Nodes with agents and without the role of a gateway: these, and those on which pods start alone.
@@ -100,38 +100,40 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
 
     let step = Step::start("agents in front of it");
     let [fresh, other] = [nodes / 2 + 2, nodes / 2 + 3];
-    let gateways = (0..nodes).step_by(GATEWAY_EVERY);
+    let gateways = (0..nodes).step_by(GATEWAY_EVERY as usize);
     for node in gateways.chain(WORKERS).chain([fresh, other]) {
         step.at(&format!("node {node}"));
         agents.start(node)?;
     }
-    large.settled()?;
+    let empty = large.settled()?;
     step.end("✓", &format!("{}", agents.count()));
 
     let step = Step::start("a controller in front of it");
-    let empty = large.counts()?;
     let first = large.controller("first", &outside)?;
     let created = || Ok([large.count("egressips")?, large.count("egressnodes")?]);
     let all = [u64::from(egress_ips), u64::from(nodes)];
     wait_until("every egress IP and node has its object", PATIENCE, created, |found| *found == all)?;
-    let everything = large.settled()? - empty;
+    let mut last = large.settled()?;
+    let everything = last - empty;
     let resident = memory(first.0.id(), "VmHWM")?;
     let mut changes = Vec::new();
-    let (before, busy) = (large.settled()?, agents.processor_time()?);
+    let busy = agents.processor_time()?;
     step.at("a minute at rest");
     std::thread::sleep(AT_REST);
     let idle = (agents.processor_time()? - busy).div_f64(AT_REST.as_secs_f64() * agents.count() as f64);
-    changes.push(("a minute in which nothing happens", large.counts()? - before));
+    let mut add = |what, now: Counts, own: u64| {
+        let mut cost = now - std::mem::replace(&mut last, now);
+        cost.writes -= own;
+        changes.push((what, cost));
+    };
+    add("a minute in which nothing happens", large.counts()?, 0);
     // Writes of Spillway's objects by the filler itself are not the controller's.
     let mut change = |what, line: String, node: Option<u32>, own: u64| -> Result<()> {
         step.at(what);
-        let before = large.settled()?;
         filler.ask(&line)?;
         large.wait_running()?;
         node.map_or(Ok(()), |node| agents.give_interfaces(node))?;
-        let mut cost = large.settled()? - before;
-        cost.writes -= own;
-        changes.push((what, cost));
+        add(what, large.settled()?, own);
         Ok(())
     };
     let pod = |number: u32, application: u32, node: u32| format!("pods 1 {} {application} {node}", pods + number);
@@ -142,18 +144,16 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     change("a hundred pods at once, on nodes that have none", hundred, None, 0)?;
     change("one more policy, for an application's pods", format!("policy {policies} 7"), None, 1)?;
     step.at("a node that joins");
-    let before = large.settled()?;
     filler.ask(&format!("node {}", nodes + 1))?;
     agents.start(nodes + 1)?;
-    changes.push(("a node that joins, with its agent", large.settled()? - before));
-    let before = large.settled()?;
+    add("a node that joins, with its agent", large.settled()?, 0);
     drop(first);
     let second = large.controller("second", &outside)?;
     let leads = |holder: &Option<String>| {
         holder.as_ref().is_some_and(|holder| holder.ends_with(&format!("-{}", second.0.id())))
     };
     wait_until("the second controller leads", PATIENCE, || large.cluster.leader(), leads)?;
-    changes.push(("a controller that takes over", large.settled()? - before));
+    add("a controller that takes over", large.settled()?, 0);
     step.at("an API server that restarts");
     large.cluster.kill_api_server()?;
     large.cluster.start_api_server()?;
@@ -201,7 +201,7 @@ impl Large {
     fn fill(&self, size: Size) -> Result<Filler> {
         let mut command = self.cluster.netns("cp")?.command(self.binaries.join("examples/fill"));
         command.arg(self.cluster.dir().join("kubeconfig"));
-        command.args([size.nodes, size.pods, size.policies, size.egress_ips].map(|n| n.to_string()));
+        command.args([size.nodes, size.pods, size.policies, size.egress_ips, GATEWAY_EVERY].map(|n| n.to_string()));
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("the filler")?;
         let (input, output) = (child.stdin.take(), child.stdout.take());
         let (input, output) = input.zip(output).context("the filler has no pipes")?;
