@@ -59,6 +59,7 @@ pub fn usable<'a>(
     let fixed = is.objects.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
     // A carrier's tables have leases only of egress IPs that its agent has read. This node's own tables have them before the blocks.
     let known = |name: &NodeName, says: u64| match is.objects.snapshot.report(name) {
+        _ if *name == is.node && is.objects.partial => 0,
         _ if *name == is.node => u64::MAX,
         Some(report) if fixed || report.carries.contains(&address) => says,
         _ => 0,

@@ -74,6 +74,10 @@ impl Carriers {
                 self.replying.insert(*ip, replying(c, *ip, e));
             }
             let Some(place) = worth.iter().position(|(name, _)| **name == c.node) else { continue };
+            // It would not know whose replies it gets.
+            if c.objects.partial {
+                continue;
+            }
             self.carried.insert(*ip);
             // A node that answers continues until one before it is known to carry the address; no other takes over from a live one.
             let yields = if before.contains(ip) { Worth::Good } else { Worth::Unready };
@@ -189,6 +193,9 @@ impl Carriers {
 
     fn worth(&self, c: &Facts, ip: IpAddr, e: &EgressIpPlan, name: &NodeName) -> Worth {
         if *name == c.node {
+            if c.objects.partial {
+                return Worth::Unready;
+            }
             // This node's own tables are written as a whole.
             return if c.able || e.fixed { Worth::Good } else { Worth::Unable };
         }

@@ -190,6 +190,26 @@ fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_no_arp_answers() {
 }
 
 #[test]
+fn a_node_carries_nothing_until_it_knows_the_leases_of_all_nodes() {
+    let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
+    carried_by(&mut world, 0, &["me", "g1"]);
+    for (partial, carries) in [(true, false), (false, true)] {
+        world.partial = partial;
+        let mut carriers = Carriers::default();
+        world.decide(&mut carriers, Duration::ZERO);
+        assert_eq!((carriers.carried().contains(&address), carriers.forwards(address)), (carries, carries));
+        assert_eq!(carriers.answers(address), carries);
+        let used = if carries { "me" } else { "g1" };
+        assert_eq!(carriers.gateway(address), Some(&used.into()), "nor does it send through itself");
+    }
+    carried_by(&mut world, 0, &["me"]);
+    for (partial, blocks) in [(true, 0), (false, 1)] {
+        world.partial = partial;
+        assert_eq!(world.view().egress_ips[&address].blocks.len(), blocks, "nobody else carries it");
+    }
+}
+
+#[test]
 fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() {
     let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let id = PoolId::new(PoolKind::Native, "public");

@@ -30,6 +30,8 @@ pub struct Objects {
     pub snapshot: Snapshot,
     /// What the controller has decided.
     pub plan: Plan,
+    /// Only the leases of some nodes have been read, though perhaps not of all that the plan needs: this node carries nothing meanwhile.
+    pub partial: bool,
     /// The policies that it has not processed yet.
     pub unanswered: BTreeSet<PolicyId>,
 }

@@ -219,7 +219,7 @@ fn usable<'a>(facts: &'a Facts, decided: &'a Decided, address: IpAddr) -> impl I
 fn answers(facts: &Facts, decided: &Decided, address: IpAddr) -> bool {
     match decided.carriers.gateway(address) {
         None => false,
-        Some(gateway) if *gateway == facts.node => true,
+        Some(gateway) if *gateway == facts.node => !facts.objects.partial,
         Some(gateway) => facts.probes.get(gateway) != Some(&ProbeState::Dead),
     }
 }

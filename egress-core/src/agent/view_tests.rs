@@ -38,6 +38,7 @@ pub(super) struct FactsFixture {
     pub(super) except: Vec<IpNet>,
     pub(super) silent: bool,
     pub(super) able: bool,
+    pub(super) partial: bool,
 }
 
 pub(super) fn ip(text: &str) -> IpAddr {
@@ -130,6 +131,7 @@ impl FactsFixture {
             except: Vec::new(),
             silent: false,
             able: true,
+            partial: false,
         };
         world.add(pod("web-1", "me", "web", &["10.1.0.1"]));
         world
@@ -153,10 +155,10 @@ impl FactsFixture {
     }
 
     fn facts(&self) -> Facts {
-        let (snapshot, plan) = (self.snapshot.clone(), self.plan.clone());
+        let (snapshot, plan, partial) = (self.snapshot.clone(), self.plan.clone(), self.partial);
         Facts {
             node: "me".into(),
-            objects: Arc::new(Objects { snapshot, plan, ..Objects::default() }),
+            objects: Arc::new(Objects { snapshot, plan, partial, ..Objects::default() }),
             links: Arc::new(self.links.clone()),
             roles: self.roles.clone(),
             interfaces: interfaces(&self.links, &self.roles, BTreeMap::new()),

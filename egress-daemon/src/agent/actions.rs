@@ -257,7 +257,7 @@ impl Agent {
     fn write_status(&mut self) {
         let store = self.store.clone();
         let Some(present) = self.observed.egress_node(&self.node).map(|object| EgressNode::clone(object)) else {
-            let object = EgressNode::new(self.node.as_str(), Default::default());
+            let object = EgressNode::joining(self.node.as_str(), self.machine.facts().is_named());
             // The cache shows it soon; then its status is written.
             self.machine.handle_news();
             return self.writing.begin_task(async move { store.create(&object).await.map(drop) });

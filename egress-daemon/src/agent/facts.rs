@@ -45,6 +45,8 @@ fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
 impl ObservedObjects {
     /// Reads the objects. Returns whether any has changed. Pods of other nodes are left out.
     pub fn read(&mut self, store: &Store, node: &NodeName) -> bool {
+        // First: what follows has at least as much.
+        let partial = !store.is_whole::<EgressNode>();
         let on_node = |p: &Arc<Pod>| p.spec.as_ref().is_some_and(|s| s.node_name.as_deref() == Some(node.as_str()));
         let objects = snapshot::ApiObjects {
             policies: store.list::<EgressGatewayPolicy>(),
@@ -61,13 +63,14 @@ impl ObservedObjects {
             egress_ips: store.list::<EgressIP>(),
             egress_nodes: store.list::<EgressNode>(),
         };
-        self.take(objects)
+        self.take(objects, partial)
     }
 
-    /// Replaces the objects. Returns whether any has changed.
-    pub fn take(&mut self, objects: snapshot::ApiObjects) -> bool {
+    /// Replaces the objects. Returns whether any has changed. `partial`: EgressNodes are missing.
+    pub fn take(&mut self, objects: snapshot::ApiObjects, partial: bool) -> bool {
         let old = &self.objects;
-        if same(&objects.policies, &old.policies)
+        if partial == self.meant.partial
+            && same(&objects.policies, &old.policies)
             && same(&objects.namespaced_policies, &old.namespaced_policies)
             && same(&objects.pools, &old.pools)
             && same(&objects.cilium_policies, &old.cilium_policies)
@@ -87,7 +90,7 @@ impl ObservedObjects {
         (self.objects, self.problems) = (objects, problems);
         let answered = |id: &PolicyId| self.policy_conditions(id).next().is_some();
         let unanswered = snapshot.policies.keys().filter(|id| !answered(id)).cloned().collect();
-        self.meant = Arc::new(Objects { snapshot, plan, unanswered });
+        self.meant = Arc::new(Objects { snapshot, plan, partial, unanswered });
         true
     }
 

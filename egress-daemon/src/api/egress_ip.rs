@@ -71,6 +71,15 @@ pub struct EgressIPSpec {
     pub policies: Vec<PolicyUse>,
 }
 
+impl EgressIP {
+    /// The nodes that carry it, as last planned. The controller of an earlier version named the owner only.
+    pub fn carriers(&self) -> impl Iterator<Item = &str> {
+        let status = self.status.as_ref();
+        let owner = status.filter(|status| status.carriers.is_empty()).and_then(|status| status.node.as_deref());
+        status.into_iter().flat_map(|status| &status.carriers).map(String::as_str).chain(owner)
+    }
+}
+
 /// A policy that uses an egress IP.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

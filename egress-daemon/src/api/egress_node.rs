@@ -2,7 +2,7 @@
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
-use super::schema;
+use super::{EVERY_NODE, FOLLOWED_BY_LABEL, schema};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
@@ -51,6 +51,63 @@ pub struct EgressNodeSpec {
     /// object of one node, for all of them. No policy touches traffic to them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cluster_networks: Vec<String>,
+}
+
+/// The length of a label's value (`validation.LabelValueMaxLength` of Kubernetes). Names of nodes can be longer.
+const LABEL_VALUE: usize = 63;
+
+impl EgressNode {
+    /// The object of a node that has none. Every agent follows a gateway's.
+    pub fn joining(node: &str, is_gateway: bool) -> Self {
+        let mut object = Self::new(node, EgressNodeSpec::default());
+        object.set_followed_by(is_gateway);
+        object
+    }
+
+    /// Whose agents follow the object, if a controller has said so.
+    pub fn followed_by(&self) -> Option<&str> {
+        self.metadata.labels.as_ref()?.get(FOLLOWED_BY_LABEL).map(String::as_str)
+    }
+
+    /// Sets whose agents follow the object of a node: those of every node, or only its own one.
+    pub fn set_followed_by(&mut self, every_node: bool) {
+        let own = self.metadata.name.as_deref().filter(|name| !every_node && name.len() <= LABEL_VALUE);
+        let by = own.unwrap_or(EVERY_NODE).to_owned();
+        self.metadata.labels.get_or_insert_default().insert(FOLLOWED_BY_LABEL.to_owned(), by);
+    }
+
+    /// Whether the agent of the node with this object must follow all EgressNodes. Without the label a controller of an earlier version
+    /// wrote it.
+    pub fn follows_all(&self) -> bool {
+        self.followed_by().is_none_or(|by| by == EVERY_NODE)
+    }
+
+    /// The label selector of the EgressNodes that the agent of a node follows unless it must follow all.
+    pub fn followed_from(node: &str) -> String {
+        let own = Some(node).filter(|node| node.len() <= LABEL_VALUE);
+        let values: Vec<&str> = std::iter::once(EVERY_NODE).chain(own).collect();
+        format!("{FOLLOWED_BY_LABEL} in ({})", values.join(","))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_follows_its_own_object_and_those_for_every_node() {
+        let joined = EgressNode::joining("w1", false);
+        assert_eq!((joined.followed_by(), joined.follows_all()), (Some("w1"), false));
+        assert_eq!(EgressNode::followed_from("w1"), "spillway.io/followed-by in (every-node,w1)");
+        assert!(EgressNode::new("w1", EgressNodeSpec::default()).follows_all(), "an earlier version's");
+    }
+
+    #[test]
+    fn a_name_that_is_too_long_for_a_label_is_followed_by_every_node() {
+        let name = "w".repeat(LABEL_VALUE + 1);
+        assert_eq!(EgressNode::joining(&name, false).followed_by(), Some(EVERY_NODE));
+        assert_eq!(EgressNode::followed_from(&name), "spillway.io/followed-by in (every-node)");
+    }
 }
 
 /// Port blocks of one egress IP.

@@ -55,6 +55,12 @@ pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 /// Label of an EgressIP: the node that carries it now, for whatever configures a cloud. Absent while none does.
 pub const NODE_LABEL: &str = "spillway.io/node";
 
+/// Label of an EgressNode: whose agents follow it. Either [`EVERY_NODE`], or the name of its own node: then only that one's agent does, and
+/// those of gateways, which follow all.
+pub const FOLLOWED_BY_LABEL: &str = "spillway.io/followed-by";
+/// The value of [`FOLLOWED_BY_LABEL`] for gateways, and for nodes with networks of pods that no other object names.
+pub const EVERY_NODE: &str = "every-node";
+
 /// Every CustomResourceDefinition of Spillway with the name of the file that it belongs in, sorted by that name.
 pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
     let of_people = [EgressGatewayPolicy::crd(), EgressPolicy::crd(), EgressIPPool::crd()];

@@ -1,8 +1,8 @@
 //! Writes the desired objects that differ from the actual ones.
 
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP, EgressIPPool,
-    EgressIPStatus, EgressNode, EgressPolicy, ExternalIPPool,
+    CiliumEgressGatewayPolicy, EVERY_NODE, Egress, EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP,
+    EgressIPPool, EgressIPStatus, EgressNode, EgressPolicy, ExternalIPPool,
 };
 use crate::snapshot::Desired;
 use crate::store::{Key, Store, StoreError, Stored};
@@ -86,7 +86,10 @@ pub(super) async fn apply_part(store: &Store, desired: Desired, which: Differenc
     let Desired { cilium_policies, egresses, external_ip_pools, .. } = desired;
     let writes = egress_ips.into_values().map(|object| egress_ip(store, object, which));
     gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
-    let writes = egress_nodes.into_values().map(|object| egress_node(store, object));
+    // Source nodes that begin to follow a gateway's object use the gateway sooner.
+    let (public, others): (Vec<_>, Vec<_>) =
+        egress_nodes.into_values().partition(|object| object.followed_by() == Some(EVERY_NODE));
+    let writes = public.into_iter().chain(others).map(|object| egress_node(store, object));
     gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
     let is_news = |old: &_, new: &_| which == Differences::All || is_news_of_policy(old, new);
     statuses::<EgressGatewayPolicy>(store, &mut applied, policies, is_news).await;
@@ -164,7 +167,9 @@ fn same_labels(a: &ObjectMeta, b: &ObjectMeta) -> bool {
 async fn egress_node(store: &Store, wanted: EgressNode) -> Result<Written, StoreError> {
     match store.get::<EgressNode>(&Key::of(&wanted)) {
         None => store.create(&wanted).await.map(|_| Written::Times(1)),
-        Some(current) if current.spec != wanted.spec => store.replace(&wanted).await.map(|_| Written::Times(1)),
+        Some(current) if current.spec != wanted.spec || !same_labels(&current.metadata, &wanted.metadata) => {
+            store.replace(&wanted).await.map(|_| Written::Times(1))
+        }
         Some(_) => Ok(Written::Times(0)),
     }
 }

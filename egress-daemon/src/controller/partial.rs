@@ -3,8 +3,8 @@
 
 use crate::api::networks::{antrea, calico, cilium, kube_ovn};
 use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressNodeSpec,
-    EgressPolicy, ExternalIPPool, Pod, egress_ip_name,
+    CiliumEgressGatewayPolicy, EVERY_NODE, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode,
+    EgressNodeSpec, EgressPolicy, ExternalIPPool, Pod, egress_ip_name,
 };
 use crate::snapshot::{ApiObjects, Desired, desired_part, egress_ip, namespace};
 use crate::store::{Key, Store, Stored};
@@ -77,12 +77,14 @@ pub(super) struct Known {
     problems: Vec<Problem>,
     /// What each EgressNode object says.
     nodes: BTreeMap<String, EgressNodeSpec>,
+    /// Those that every agent follows.
+    public: BTreeSet<String>,
 }
 
 impl Known {
     /// After `wanted` is written.
     pub(super) fn new(memo: Memo, problems: Vec<Problem>, wanted: &Desired) -> Self {
-        Self { memo, problems, nodes: specs(wanted).collect() }
+        Self { memo, problems, nodes: specs(wanted).collect(), public: public(wanted).collect() }
     }
 
     /// Updates itself and `plan` with what changed in the store since these revisions. Returns the desired objects that may
@@ -108,7 +110,7 @@ impl Known {
         let reports = self.reports(store, since.egress_nodes)?;
         let changes = Changes { pods: pods(store, since.pods, snapshot)?, reports };
 
-        let Known { memo, problems, mut nodes } = self;
+        let Known { memo, problems, mut nodes, mut public } = self;
         let (memo, mut touched) = memo.change(health, plan, changes)?;
         policies.extend(touched.policies.iter().cloned());
         for policy in policies {
@@ -128,7 +130,8 @@ impl Known {
         let mut desired = desired_part(&objects, memo.snapshot(), plan, &problems, now, (&touched, &nodes));
         super::remarks::add(&mut desired, &objects, &store.problems(), now);
         nodes.extend(specs(&desired));
-        Some((Known { memo, problems, nodes }, desired))
+        public.extend(self::public(&desired));
+        Some((Known { memo, problems, nodes, public }, desired))
     }
 
     /// `Some` if the changed nodes mean the same as before.
@@ -151,7 +154,8 @@ impl Known {
         let mut reports = BTreeMap::new();
         for (key, object) in changed::<EgressNode>(store, since)? {
             let object = object?;
-            if self.nodes.get(&key.name) != Some(&object.spec) {
+            let by = if self.public.contains(&key.name) { EVERY_NODE } else { &key.name };
+            if self.nodes.get(&key.name) != Some(&object.spec) || object.followed_by() != Some(by) {
                 return None;
             }
             let name = NodeName::from(key.name.as_str());
@@ -169,6 +173,11 @@ impl Known {
         }
         Some(reports)
     }
+}
+
+fn public(desired: &Desired) -> impl Iterator<Item = String> {
+    let public = desired.egress_nodes.iter().filter(|(_, object)| object.followed_by() == Some(EVERY_NODE));
+    public.map(|(name, _)| name.clone())
 }
 
 fn specs(desired: &Desired) -> impl Iterator<Item = (String, EgressNodeSpec)> {

@@ -144,7 +144,7 @@ impl Follower {
         let at = at.max(self.last);
         let Some(log) = &self.log else {
             // Other nodes keep nothing in memory.
-            if self.is_gateway() {
+            if self.is_gateway() && self.store.is_whole::<EgressNode>() {
                 self.changes();
                 self.begin(at);
                 self.last = at;
@@ -169,10 +169,7 @@ impl Follower {
     }
 
     fn is_gateway(&self) -> bool {
-        self.store
-            .list::<EgressIP>()
-            .iter()
-            .any(|object| object.status.as_ref().is_some_and(|status| status.carriers.contains(&self.node)))
+        self.store.list::<EgressIP>().iter().any(|object| object.carriers().any(|name| name == self.node))
     }
 
     /// What changed in the leases of nodes since the last read.

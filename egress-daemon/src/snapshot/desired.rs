@@ -188,10 +188,28 @@ fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTree
     if let Some(spec) = keeper.and_then(|name| specs.get_mut(name)) {
         spec.cluster_networks = shared_networks(snapshot).iter().map(ToString::to_string).collect();
     }
-    specs
-        .into_iter()
-        .map(|(name, spec)| (name.to_string(), egress_node(name, spec, existing.get(name.as_str()))))
-        .collect()
+    objects_of(specs, &gateways(objects, plan), &existing)
+}
+
+/// The nodes that carry egress IPs by the plan, or by objects that do not say yet what it does.
+fn gateways<'a>(objects: &'a ApiObjects, plan: &'a Plan) -> BTreeSet<&'a str> {
+    let planned = plan.egress_ips.values().flat_map(EgressIpPlan::order).map(NodeName::as_str);
+    planned.chain(objects.egress_ips.iter().flat_map(|ip| ip.carriers())).collect()
+}
+
+/// The objects of nodes. Every agent follows those of gateways, which it may have to send to, and those with networks of pods.
+fn objects_of(
+    specs: BTreeMap<&NodeName, api::EgressNodeSpec>,
+    gateways: &BTreeSet<&str>,
+    existing: &BTreeMap<&str, &api::EgressNode>,
+) -> BTreeMap<String, api::EgressNode> {
+    let object = |(name, spec): (&NodeName, api::EgressNodeSpec)| {
+        let names_networks = !spec.pod_networks.is_empty() || !spec.cluster_networks.is_empty();
+        let mut object = egress_node(name, spec, existing.get(name.as_str()));
+        object.set_followed_by(names_networks || gateways.contains(name.as_str()));
+        (name.to_string(), object)
+    };
+    specs.into_iter().map(object).collect()
 }
 
 fn egress_node(name: &NodeName, spec: api::EgressNodeSpec, existing: Option<&&api::EgressNode>) -> api::EgressNode {

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use proptest::prelude::*;
 
 use super::*;
+use crate::api::EVERY_NODE;
 use egress_core::{
     health::{Health, LeaseState, NodeHealth},
     model::{Endpoint, EndpointId, NodeName},
@@ -133,6 +134,28 @@ fn objects_contain_the_plan_and_its_statuses() {
     assert_eq!(objects.policies[0].status.as_ref().unwrap().slots[0].endpoints, None);
     let usage = &objects.pools[0].status.as_ref().unwrap().usage;
     assert_eq!((usage.total, usage.used), (14 + 16, 10));
+}
+
+#[test]
+fn every_agent_follows_gateways_and_nodes_with_networks_that_nothing_else_names() {
+    let followed_by = |objects: &ApiObjects| -> Vec<(String, String)> {
+        let of = |node: &EgressNode| Some((node.metadata.name.clone()?, node.followed_by()?.to_owned()));
+        objects.egress_nodes.iter().filter_map(|node| of(node)).collect()
+    };
+    let is = |found: &[(String, String)], wanted: [(&str, &str); 4]| {
+        assert_eq!(found, wanted.map(|(node, by)| (node.to_owned(), by.to_owned())));
+    };
+    let mut objects = objects();
+    round(&mut objects, &health(), 100);
+    is(&followed_by(&objects), [("gw0", EVERY_NODE), ("gw1", EVERY_NODE), ("w0", "w0"), ("w1", "w1")]);
+    let on_w1 = objects.pods.iter_mut().find(|pod| pod.spec.as_ref().unwrap().node_name.as_deref() == Some("w1"));
+    Arc::make_mut(on_w1.unwrap()).status = Some(serde_json::from_value(json!({"podIP": "10.200.0.7"})).unwrap());
+    objects.policies.clear();
+    round(&mut objects, &health(), 200);
+    is(&followed_by(&objects), [("gw0", EVERY_NODE), ("gw1", EVERY_NODE), ("w0", "w0"), ("w1", EVERY_NODE)]);
+    // The egress IPs' objects are gone by then.
+    round(&mut objects, &health(), 300);
+    is(&followed_by(&objects), [("gw0", "gw0"), ("gw1", "gw1"), ("w0", "w0"), ("w1", EVERY_NODE)]);
 }
 
 #[test]

@@ -40,6 +40,8 @@ pub(crate) trait Backend: Send + Sync {
     fn changed(&self, kind: Kind, revision: u64) -> Option<Vec<Key>>;
     /// A number that changes whenever the source itself reports objects of the kind, not by our own writes alone.
     fn heard(&self, kind: Kind) -> u64;
+    /// Whether `list` returns all objects of the kind, and not only those that the reader follows.
+    fn is_whole(&self, kind: Kind) -> bool;
     /// What is wrong with the source of the objects, sorted.
     fn problems(&self) -> Vec<StoreProblem>;
     /// Whether the source of the objects answered the last request.
@@ -196,6 +198,12 @@ impl Store {
     /// others write is missed.
     pub fn heard<T: Stored>(&self) -> u64 {
         self.backend.heard(T::KIND)
+    }
+
+    /// Whether [`Store::list`] has all objects of a kind. An agent follows the EgressNodes of all nodes only if its own node is a
+    /// gateway.
+    pub fn is_whole<T: Stored>(&self) -> bool {
+        self.backend.is_whole(T::KIND)
     }
 
     /// Waits until the cache shows everything that any of Spillway's processes wrote before the call. Needed if a

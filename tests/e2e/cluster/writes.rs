@@ -1,11 +1,11 @@
-//! What Spillway writes to the API server, counted in its audit log.
+//! What Spillway writes to the API server, and what agents read there, by its audit log.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use lab::wait_for;
+use lab::{wait_for, wait_until};
 use serde_json::Value;
 
 use crate::Test;
@@ -14,6 +14,7 @@ use crate::world::InstalledCluster;
 pub const TESTS: &[Test] = &[
     ("writes::a_cluster_at_rest_renews_the_leases_of_carriers_and_nothing_else", at_rest),
     ("writes::a_pod_on_a_node_that_has_none_of_its_application_costs_one_write_and_its_count", a_pod_more),
+    ("writes::agents_follow_the_objects_of_gateways_and_their_own_and_gateways_follow_all", agents_follow),
 ];
 
 /// How long is counted.
@@ -26,12 +27,16 @@ const QUIET: Duration = Duration::from_secs(10);
 /// 120.
 const RENEWALS: std::ops::RangeInclusive<usize> = 11..=13;
 
+/// The events of the audit log from a byte offset on.
+fn events(world: &InstalledCluster, from: usize) -> Result<Vec<Value>> {
+    let log = std::fs::read_to_string(world.cluster.dir().join("audit.log"))?;
+    Ok(log.get(from..).unwrap_or_default().lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
 /// What Spillway has written, from a byte offset of the audit log on: how often each object.
 fn written(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, usize>> {
-    let log = std::fs::read_to_string(world.cluster.dir().join("audit.log"))?;
     let mut written = BTreeMap::new();
-    for line in log.get(from..).unwrap_or_default().lines() {
-        let Ok(event) = serde_json::from_str::<Value>(line) else { continue };
+    for event in events(world, from)? {
         let (verb, object) = (event["verb"].as_str().unwrap_or_default(), &event["objectRef"]);
         if matches!(verb, "create" | "update" | "patch" | "delete") && object["resource"] != "serviceaccounts" {
             let text = |field: &str| object[field].as_str().unwrap_or_default();
@@ -116,4 +121,41 @@ fn at_rest(world: &InstalledCluster) -> Result<()> {
     ensure!(written.keys().eq(&expected), "written at rest: {written:?}, expected {expected:?}");
     ensure!(written.values().all(|count| RENEWALS.contains(count)), "renewals in a minute: {written:?}");
     Ok(())
+}
+
+/// The nodes whose agents have listed EgressNodes since a byte offset of the audit log, each with whether it has listed all of them.
+fn listed(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, bool>> {
+    let mut listed = BTreeMap::new();
+    for event in events(world, from)? {
+        let node = event.pointer("/user/extra/authentication.kubernetes.io~1node-name/0").and_then(Value::as_str);
+        let is_agent = event["user"]["username"] == "system:serviceaccount:spillway:spillway-agent";
+        let is_list = event["verb"] == "list" && event["objectRef"]["resource"] == "egressnodes";
+        if let Some(node) = node.filter(|_| is_agent && is_list) {
+            let all = event["requestURI"].as_str().is_some_and(|uri| !uri.contains("Selector="));
+            *listed.entry(node.to_owned()).or_default() |= all;
+        }
+    }
+    Ok(listed)
+}
+
+/// Two of five nodes carry an egress IP.
+fn agents_follow(world: &InstalledCluster) -> Result<()> {
+    let pods = world.deploy("web", 2)?;
+    world.pool("public", 10, 10)?;
+    world.policy("web", "web", "203.0.113.0/24", 1)?;
+    world.condition("web", "Ready", "True")?;
+    let from = size(world)?;
+    world.roll_out("daemonset/spillway-agent")?;
+    let gateways = |list: &Value| -> BTreeSet<String> {
+        let carriers =
+            list["items"].as_array().into_iter().flatten().filter_map(|ip| ip["status"]["carriers"].as_array());
+        carriers.flatten().filter_map(Value::as_str).map(ToOwned::to_owned).collect()
+    };
+    let gateways = gateways(&world.cluster.get(&["egressips"])?);
+    let nodes = world.cluster.nodes();
+    let every_agent = |listed: &BTreeMap<String, bool>| nodes.iter().all(|node| listed.contains_key(&node.name));
+    let listed = wait_until("every agent has listed EgressNodes", COUNTED, || listed(world, from), every_agent)?;
+    let follow_all: BTreeSet<String> = listed.into_iter().filter(|(_, all)| *all).map(|(node, _)| node).collect();
+    ensure!(!gateways.is_empty() && follow_all == gateways, "{follow_all:?} follow all, and {gateways:?} are gateways");
+    world.wait_sources(&pods[0], 0, &[IpAddr::from([192, 0, 2, 10])])
 }

@@ -66,8 +66,9 @@ impl<'a> Agents<'a> {
         let ns = self.namespace(node)?;
         let name = node_name(node);
         let log = File::create(self.scope.dir().join(format!("{name}.log"))).context("an agent's log")?;
-        let mut command = ns.command(&self.program);
-        command.args(["agent", "--log", "warn", "--node", &name, "--kubeconfig"]);
+        // Elsewhere each has a node's processors. Here it has what the API server and the controllers leave.
+        let mut command = ns.command("nice");
+        command.args(["-n", "19"]).arg(&self.program).args(["agent", "--log", "warn", "--node", &name, "--kubeconfig"]);
         command.arg(self.cluster.dir().join("kubeconfig")).arg("--bpffs").arg(self.scope.bpffs(&name));
         command.arg("--config").arg(self.scope.dir().join(CONFIG));
         command.env("STATE_DIRECTORY", self.scope.dir().join(&name)).stdout(log.try_clone()?).stderr(log);
@@ -99,9 +100,10 @@ impl<'a> Agents<'a> {
         self.running.len()
     }
 
-    /// The largest memory of an agent, by a field of its status as in [`memory`]. In bytes.
-    pub fn largest(&self, field: &str) -> Result<u64> {
-        let mut all = self.running.values().map(|(_, agent)| memory(agent.0.id(), field));
+    /// The largest memory of an agent on some nodes, by a field of its status as in [`memory`]. In bytes.
+    pub fn largest(&self, field: &str, is_one: impl Fn(u32) -> bool) -> Result<u64> {
+        let some = self.running.iter().filter(|(node, _)| is_one(**node));
+        let mut all = some.map(|(_, (_, agent))| memory(agent.0.id(), field));
         all.try_fold(0, |most, one| Ok(most.max(one?)))
     }
 

@@ -249,36 +249,35 @@ impl Found {
         let _ = writeln!(
             page,
             "\n## A cluster\n\nA real API server with {} nodes, {} pods, {} policies and {} egress IPs, which `egress-daemon/examples/fill.rs` \
-         makes and whose kubelets [KWOK](https://kwok.sigs.k8s.io) plays; every 250th node is a gateway. In front of it are the real \
+         makes and whose kubelets [KWOK](https://kwok.sigs.k8s.io) plays; every {}th node is a gateway. In front of it are the real \
          controller, which holds at most {:.0} MiB, and {} real agents, each in a network namespace: those of all gateways and of some other \
-         nodes. An agent held {:.0} MiB at most and holds {:.0} MiB at the end, and takes {:.1} ms of processor time a second when nothing \
-         happens. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that each agent receives, also in bytes; \
-         lists that the watch cache answers, and that reach etcd.\n\n| | writes | received | bytes | lists | at etcd |\n\
+         nodes. At the end an agent on a gateway holds {:.0} MiB, and another one {:.0} MiB; one takes {:.1} ms of processor time a second when nothing \
+         happens. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that it sends, to the controller and all these \
+         agents together, also in bytes; lists that the watch cache answers, and that reach etcd.\n\n| | writes | sent | bytes | lists | at etcd |\n\
          | --- | --: | --: | --: | --: | --: |",
             number(LARGE.nodes.into()),
             number(LARGE.pods.into()),
             number(LARGE.policies.into()),
             number(LARGE.egress_ips.into()),
+            number(large::GATEWAY_EVERY.into()),
             mebibytes(controller.resident),
             controller.agents,
             mebibytes(controller.agent[0]),
             mebibytes(controller.agent[1]),
             controller.idle.as_secs_f64() * 1_000.0,
         );
-        // Every agent and the controller watch EgressNodes.
-        let watchers = controller.agents as f64 + 1.0;
         for (what, cost) in [("all from nothing", &controller.everything)]
             .into_iter()
             .chain(controller.changes.iter().map(|(w, c)| (*w, c)))
         {
-            let told = cost.told.map(|all| all as f64 / watchers);
-            let [writes, cached, etcd] = [cost.writes, cost.lists[0], cost.lists[1]].map(|count| count as f64);
-            let figures = [writes, told[0], told[1], cached, etcd].map(number);
+            let [cached, etcd] = cost.lists;
+            let figures = [cost.writes, cost.told[0], cost.told[1], cached, etcd].map(|count| number(count as f64));
             let _ = writeln!(page, "| {what} | {} |", figures.join(" | "));
         }
         page += "\nRenewals of leases and Events are not counted. A pod on a node that has none of its application costs one write at once, the \
              node's lease. Its policy and that policy's egress IPs report new numbers 5 s later, each in one write for all pods that came \
-             meanwhile. Gateways write nothing for it: their answers to probes tell nodes what they know.\n";
+             meanwhile. Gateways write nothing for it: their answers to probes tell nodes what they know. A node's object \
+             is sent to the controller, to its own agent and to the gateways' agents; a gateway's is sent to every agent.\n";
         page
     }
 }

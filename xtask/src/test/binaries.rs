@@ -72,12 +72,13 @@ struct Profile {
     test: bool,
 }
 
-/// Builds the programs and all tests of them at once, so that nothing is compiled twice, and lists the test binaries, unit tests first.
+/// Builds the programs and all tests of them at once, so that nothing is compiled twice, and lists the test binaries, unit tests first. Of the
+/// examples, which the benchmarks use, only the one that the checks run is linked.
 pub fn build() -> Result<Vec<Binary>> {
     let title = "build everything";
     let (step, log) = (Step::start(title), progress::log_file(title)?);
     let mut command = workspace::cargo("build");
-    command.args(["--workspace", "--exclude", "egress-ebpf", "--all-targets"]);
+    command.args(["--workspace", "--exclude", "egress-ebpf", "--lib", "--bins", "--tests", "--example", "codegen"]);
     command.args(["--message-format", "json-render-diagnostics"]);
     let mut binaries = Vec::new();
     let mut messages = Vec::new();

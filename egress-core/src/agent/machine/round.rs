@@ -168,7 +168,7 @@ impl Machine {
         round.connected = cut_off.is_empty();
         self.reach.look(&facts.probes, |name| self.gateways.heard(name), facts.now);
         facts.doubted = self.reach.is_doubted();
-        let able = round.connected && self.reach.is_reached();
+        let able = round.connected && !facts.objects.partial && self.reach.is_reached();
         round.turned = std::mem::replace(&mut facts.able, able) != able;
         decided.withheld.update(facts);
         let answered = decided.carriers.answered().clone();

@@ -5,7 +5,7 @@
 
 use super::super::facts::ObservedObjects;
 use crate::{
-    api::{EgressIP, EgressNode, Pod},
+    api::{EVERY_NODE, EgressIP, EgressNode, Pod},
     snapshot::ApiObjects,
 };
 use k8s_openapi::{
@@ -30,7 +30,11 @@ pub enum Object {
 
 /// The kinds by number.
 pub const KINDS: usize = 5;
+const EGRESS_IPS: usize = 2;
+pub const EGRESS_NODES: usize = 3;
 pub const LEASES: usize = 4;
+/// How long an agent lists EgressNodes.
+pub const LISTING: Duration = Duration::from_millis(100);
 
 /// The position of a process that has read everything.
 pub type Ends = [usize; KINDS];
@@ -40,8 +44,8 @@ impl Object {
         match self {
             Object::Node(_) => 0,
             Object::Pod(_) => 1,
-            Object::EgressIp(_) => 2,
-            Object::EgressNode(_) => 3,
+            Object::EgressIp(_) => EGRESS_IPS,
+            Object::EgressNode(_) => EGRESS_NODES,
             Object::Lease(_) => LEASES,
         }
     }
@@ -121,7 +125,7 @@ impl Server {
 
     /// The versions of EgressNodes after position `from`, which moves past them.
     pub fn egress_nodes(&self, from: &mut usize) -> impl Iterator<Item = &EgressNode> {
-        let news = &self.log[3][*from..];
+        let news = &self.log[EGRESS_NODES][*from..];
         *from += news.len();
         news.iter().filter_map(|stored| match &stored.object {
             Object::EgressNode(object) => Some(object.as_ref()),
@@ -140,6 +144,10 @@ pub struct Client {
     ends: Ends,
     /// By kind and name.
     seen: [BTreeMap<String, Stored>; KINDS],
+    /// The agent's node, as long as it follows only some EgressNodes.
+    part_of: Option<String>,
+    /// Since when it lists all of them.
+    listing: Option<Duration>,
 }
 
 impl Client {
@@ -152,13 +160,48 @@ impl Client {
         client
     }
 
+    /// The same for the agent of a node.
+    pub fn list_for_agent(server: &Server, late: Duration, node: &str) -> Self {
+        let mut client = Self::list(server, late);
+        client.part_of = Some(node.to_owned()).filter(|node| !client.must_follow_all(node));
+        client
+    }
+
+    fn must_follow_all(&self, node: &str) -> bool {
+        let own = self.seen[EGRESS_NODES].get(node).map(|stored| &stored.object);
+        let names =
+            |stored: &Stored| matches!(&stored.object, Object::EgressIp(ip) if ip.carriers().any(|name| name == node));
+        matches!(own, Some(Object::EgressNode(own)) if own.follows_all()) || self.seen[EGRESS_IPS].values().any(names)
+    }
+
+    /// Whether an object is one of those that it follows.
+    fn follows(&self, object: &Object) -> bool {
+        match (&self.part_of, object) {
+            (Some(node), Object::EgressNode(object)) => {
+                object.followed_by().is_some_and(|by| by == EVERY_NODE || by == node)
+            }
+            _ => true,
+        }
+    }
+
+    /// What it follows, by kind and name.
+    fn followed(&self) -> impl Iterator<Item = &Stored> {
+        self.seen.iter().flat_map(BTreeMap::values).filter(|stored| self.follows(&stored.object))
+    }
+
+    /// Whether it does not follow all EgressNodes.
+    pub fn is_partial(&self) -> bool {
+        self.part_of.is_some()
+    }
+
     /// Reads what the watch of a kind has not delivered yet. Returns whether there was anything.
     pub fn follow(&mut self, server: &Server, kind: usize) -> bool {
         let mut ends = self.ends;
         ends[kind] = server.log[kind].len();
-        let any = ends != self.ends;
+        let before = (self.ends, self.is_partial());
         self.follow_to(server, ends);
-        any
+        self.list_all(server.now);
+        before != (self.ends, self.is_partial())
     }
 
     /// Reads up to these positions.
@@ -179,14 +222,28 @@ impl Client {
         }
     }
 
+    /// Whether it is listing all EgressNodes, which takes [`LISTING`].
+    pub fn is_listing(&self) -> bool {
+        self.is_partial() && self.listing.is_some()
+    }
+
+    /// Follows all EgressNodes a while after it has to.
+    fn list_all(&mut self, now: Duration) {
+        if self.part_of.as_ref().is_none_or(|node| !self.must_follow_all(node)) {
+            self.listing = None;
+        } else if now >= *self.listing.get_or_insert(now) + LISTING {
+            self.part_of = None;
+        }
+    }
+
     /// How many versions of each kind it has seen.
     pub fn versions_end(&self) -> Ends {
         self.ends
     }
 
-    /// The versions of everything seen, except leases.
+    /// The versions of everything that it follows, except leases.
     pub fn versions(&self) -> Vec<u64> {
-        self.seen[..LEASES].iter().flat_map(BTreeMap::values).map(|stored| stored.version).collect()
+        self.followed().filter(|stored| stored.lease().is_none()).map(|stored| stored.version).collect()
     }
 
     /// How many versions of leases it has seen.
@@ -205,7 +262,7 @@ impl Client {
     /// All that a plan is made from; `fixed` has what nobody writes.
     pub fn objects(&self, fixed: &ApiObjects) -> ApiObjects {
         let mut objects = fixed.clone();
-        for stored in self.seen.iter().flat_map(BTreeMap::values) {
+        for stored in self.followed() {
             match &stored.object {
                 Object::Node(object) => objects.nodes.push(object.clone()),
                 Object::Pod(object) => objects.pods.push(object.clone()),
@@ -229,18 +286,18 @@ pub struct SharedObjects {
 #[derive(Default)]
 pub struct Reader {
     pub fixed: ApiObjects,
-    known: HashMap<Vec<u64>, Rc<SharedObjects>>,
+    known: HashMap<(Vec<u64>, bool), Rc<SharedObjects>>,
     last: Option<Rc<SharedObjects>>,
 }
 
 impl Reader {
     pub fn read(&mut self, client: &Client) -> Rc<SharedObjects> {
-        let versions = client.versions();
+        let versions = (client.versions(), client.is_partial());
         if let Some(view) = self.known.get(&versions) {
             return view.clone();
         }
         let mut observed = ObservedObjects::default();
-        observed.take(client.objects(&self.fixed));
+        observed.take(client.objects(&self.fixed), client.is_partial());
         let same = self.last.as_ref().filter(|last| last.observed.plan.blocks == observed.plan.blocks);
         let leases = same.map_or(self.known.len() as u64, |last| last.leases);
         let view = Rc::new(SharedObjects { observed, leases });

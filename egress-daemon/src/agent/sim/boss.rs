@@ -214,7 +214,9 @@ impl Boss {
         let ips = wanted.egress_ips.into_values().filter_map(ip).collect();
         let changed = wanted.egress_nodes.into_values().filter(|wanted| {
             let current = present.egress_nodes.iter().find(|n| n.metadata.name == wanted.metadata.name);
-            current.is_none_or(|current| current.spec != wanted.spec)
+            current.is_none_or(|current| {
+                (&current.spec, &current.metadata.labels) != (&wanted.spec, &wanted.metadata.labels)
+            })
         });
         let nodes = changed.map(|n| Effect::Write(Purpose::Plan(None), Object::EgressNode(Arc::new(n)))).collect();
         [ips, nodes].into()

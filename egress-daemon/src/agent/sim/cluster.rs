@@ -1,7 +1,7 @@
 //! The cluster: processes, the network between them, and virtual time.
 
 use super::{
-    api::{Client, KINDS, LEASES, Object, Reader, Server, SharedObjects},
+    api::{Client, EGRESS_NODES, KINDS, LEASES, LISTING, Object, Reader, Server, SharedObjects},
     boss::{Boss, Squeeze},
     events::{Effect, Purpose, Response, Scheduled, SimEvent},
     faults::Planned,
@@ -68,6 +68,8 @@ pub struct SimCluster {
     pub request_delay: u64,
     pub watch_delay: u64,
     pub squeeze: Squeeze,
+    /// Agents follow only the EgressNodes that they need, as where other objects name all networks of pods.
+    pub selective: bool,
     pub faults: Vec<Planned>,
     pub trace: bool,
     end: Duration,
@@ -101,6 +103,7 @@ impl SimCluster {
             request_delay: 5,
             watch_delay: 20,
             squeeze: Squeeze::default(),
+            selective: false,
             faults: Vec::new(),
             trace: false,
             end,
@@ -341,7 +344,13 @@ impl SimCluster {
             Some(machine) => machine.agent.as_mut().map(|agent| &mut agent.client),
             None => self.bosses[process - nodes].as_mut().map(|boss| &mut boss.client),
         };
-        if client.is_some_and(|client| client.follow(&self.server, kind)) {
+        let Some(client) = client else { return };
+        let (any, is_listing) = (client.follow(&self.server, kind), client.is_listing());
+        if is_listing {
+            let incarnation = self.processes[process].incarnation;
+            self.after(LISTING, SimEvent::Watch(process, incarnation, EGRESS_NODES));
+        }
+        if any {
             match kind {
                 LEASES => self.act(process, |agent, hands| agent.turn(hands)),
                 _ => self.act(process, |agent, hands| agent.read(hands)),

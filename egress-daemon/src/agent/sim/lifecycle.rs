@@ -23,7 +23,10 @@ impl SimCluster {
             return self.after(Duration::from_millis(200), SimEvent::Start(process, incarnation));
         }
         let late = if self.rng.chance(300) { self.rng.ms(0, STALE) } else { Duration::ZERO };
-        let client = Client::list(&self.server, late);
+        let client = match self.machines.get(process) {
+            Some(machine) if self.selective => Client::list_for_agent(&self.server, late, machine.name.as_str()),
+            _ => Client::list(&self.server, late),
+        };
         self.processes[process].told = [false; KINDS];
         let nodes = self.machines.len();
         let times = self.times;

@@ -292,7 +292,7 @@ impl SimAgent {
         };
         let Some(present) = self.observed.egress_node(&self.node) else {
             self.machine.handle_news();
-            return write(EgressNode::new(self.node.as_str(), Default::default()));
+            return write(EgressNode::joining(self.node.as_str(), self.machine.facts().is_named()));
         };
         let status = status::of_leases(&mut self.machine, present.status.as_ref());
         if present.status.as_ref() == Some(&status) {

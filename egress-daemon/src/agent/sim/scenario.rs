@@ -59,6 +59,7 @@ pub fn cluster(seed: u64, trace: bool) -> SimCluster {
     let gateways = 2 + rng.index(3);
     let sources = 1 + rng.index(3);
     let lease = if rng.chance(100) { 15 } else { 6 };
+    let selective = rng.chance(333);
     let times = Times {
         lease: Duration::from_secs(lease),
         renew: Duration::from_secs(lease) / 3,
@@ -82,6 +83,7 @@ pub fn cluster(seed: u64, trace: bool) -> SimCluster {
     let end = until + Duration::from_secs(2 * lease + 6);
     let mut cluster = SimCluster::new(rng, times, machines, end);
     (cluster.reader.fixed, cluster.faults, cluster.trace) = (fixed, faults, trace);
+    cluster.selective = selective;
     for (n, name) in names.iter().enumerate() {
         let address = format!("10.0.0.{}", n + 1);
         let labels = json!({"egress": (n < gateways).to_string()});

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::statuses::StatusInputs;
-use super::{ApiObjects, Desired, egress_ips, egress_node, fill, statuses};
+use super::{ApiObjects, Desired, egress_ips, fill, gateways, objects_of, statuses};
 use crate::api::{EgressNode, EgressNodeSpec};
 use crate::translate::Problem;
 use egress_core::{
@@ -34,12 +34,12 @@ pub fn desired_part(
     nodes.values_mut().for_each(sort);
     let existing: BTreeMap<&str, &EgressNode> =
         objects.egress_nodes.iter().filter_map(|node| Some((node.metadata.name.as_deref()?, &**node))).collect();
-    let object = |(name, spec): (&NodeName, EgressNodeSpec)| {
-        (name.to_string(), egress_node(name, spec, existing.get(name.as_str())))
-    };
+    // Only a full round knows all egress IPs that name a node.
+    let mut gateways = gateways(objects, plan);
+    gateways.extend(existing.values().filter(|node| node.follows_all()).filter_map(|n| n.metadata.name.as_deref()));
     Desired {
         egress_ips: egress_ips(objects, &inputs, touched.egress_ips.iter()),
-        egress_nodes: nodes.into_iter().map(object).collect(),
+        egress_nodes: objects_of(nodes, &gateways, &existing),
         ..statuses(objects, &inputs)
     }
 }

@@ -227,6 +227,10 @@ impl Backend for Arc<Files> {
         self.revision(kind)
     }
 
+    fn is_whole(&self, _: Kind) -> bool {
+        true
+    }
+
     fn problems(&self) -> Vec<StoreProblem> {
         self.view().problems.clone()
     }

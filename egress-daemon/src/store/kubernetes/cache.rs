@@ -39,6 +39,10 @@ struct CacheState {
 struct Progress {
     /// Whether it has been listed.
     ready: bool,
+    /// Whether only a part of its objects is followed.
+    part: bool,
+    /// Whether all of its objects have been listed.
+    whole: bool,
     /// The fields of its status that its definition lacks, which may be another system's; `None` if it has no status at
     /// all.
     lacking: Option<BTreeSet<String>>,
@@ -51,23 +55,24 @@ struct Progress {
     listed: BTreeSet<Key>,
     /// Objects that we wrote since the list began: it may not have them.
     written: BTreeSet<Key>,
-    /// Objects (by uid) that are gone, about which older notices and answers to our writes may still arrive.
+    /// Objects that are gone, about which older notices and answers to our writes may still arrive.
     gone: Recent,
 }
 
 /// How many removed objects of each kind are remembered: more than can be removed during the few seconds of a write.
 const RECENT: usize = 4_096;
 
-/// The last uids of many.
+/// The last uids of many, each with the version at which its object went. A later one is of an object that is followed again: one goes, too,
+/// if it loses the label by which it was selected.
 #[derive(Debug, Default)]
 struct Recent {
     order: VecDeque<String>,
-    all: BTreeSet<String>,
+    all: BTreeMap<String, u64>,
 }
 
 impl Recent {
-    fn insert(&mut self, uid: &str) {
-        if !uid.is_empty() && self.all.insert(uid.to_owned()) {
+    fn insert(&mut self, uid: &str, version: u64) {
+        if !uid.is_empty() && self.all.insert(uid.to_owned(), version).is_none() {
             self.order.push_back(uid.to_owned());
         }
         if self.order.len() > RECENT
@@ -82,6 +87,8 @@ impl Default for Progress {
     fn default() -> Self {
         Progress {
             ready: false,
+            part: false,
+            whole: false,
             lacking: Some(BTreeSet::new()),
             heard: 0,
             listing: BTreeMap::new(),
@@ -140,6 +147,21 @@ impl Cache {
 
     pub(super) fn heard(&self, kind: Kind) -> u64 {
         self.state().kinds.get(&kind).map_or(0, |progress| progress.heard)
+    }
+
+    /// Records whether only a part of a kind's objects is followed from now on.
+    pub(super) fn follow(&self, kind: Kind, part: bool) {
+        self.state().kinds.entry(kind).or_default().part = part;
+    }
+
+    /// Whether only a part of a kind's objects is followed.
+    pub(super) fn is_part(&self, kind: Kind) -> bool {
+        self.state().kinds.get(&kind).is_some_and(|progress| progress.part)
+    }
+
+    /// Whether all objects of a kind are known.
+    pub(super) fn is_whole(&self, kind: Kind) -> bool {
+        self.state().kinds.get(&kind).is_some_and(|progress| progress.whole)
     }
 
     pub(super) fn problems(&self) -> Vec<StoreProblem> {
@@ -214,7 +236,9 @@ impl Cache {
                     false
                 }
                 Event::InitDone => {
-                    let was_ready = std::mem::replace(&mut progress.ready, true);
+                    let before = (progress.ready, progress.whole);
+                    (progress.ready, progress.whole) = (true, !progress.part);
+                    let followed_more = before != (progress.ready, progress.whole);
                     let changed = if is_trimmed(kind) {
                         let listed = std::mem::take(&mut progress.listed);
                         state.keep(kind, &listed)
@@ -223,12 +247,12 @@ impl Cache {
                         let written = progress.written.clone();
                         state.replace(kind, objects, |key, _| !written.contains(key))
                     };
-                    changed || !was_ready
+                    changed || followed_more
                 }
                 Event::Apply(object) => state.set(kind, key_of(&object), object),
                 Event::Delete(object) => {
                     if !is_trimmed(kind) {
-                        progress.gone.insert(uid(&object));
+                        progress.gone.insert(uid(&object), number(version(&object)));
                     }
                     state.remove(kind, &key_of(&object), |present| number(present) <= number(version(&object)))
                 }
@@ -237,10 +261,16 @@ impl Cache {
         });
     }
 
-    /// Takes in a list that was requested apart from the watch; `at` is its resourceVersion.
-    pub(super) fn listed(&self, kind: Kind, objects: Vec<Value>, at: &str) {
+    /// Takes in a list that was requested apart from the watch; `at` is its resourceVersion, and `part` whether it lists only a part of the
+    /// kind's objects. Returns false if more is followed meanwhile.
+    pub(super) fn listed(&self, kind: Kind, objects: Vec<Value>, part: bool, at: &str) -> bool {
         let objects = objects.into_iter().map(|object| (key_of(&object), object)).collect();
-        self.update(|state| state.replace(kind, objects, |_, present| number(present) <= number(at)));
+        let mut lists_enough = true;
+        self.update(|state| {
+            lists_enough = part == state.kinds.entry(kind).or_default().part;
+            lists_enough && state.replace(kind, objects, |_, present| number(present) <= number(at))
+        });
+        lists_enough
     }
 
     /// Takes in the result of one of our writes.
@@ -255,7 +285,7 @@ impl Cache {
     /// Records that an object is gone, by our own deletion or according to the answer to a write.
     pub(super) fn gone(&self, target: &ObjectRef, object: &Value) {
         self.update(|state| {
-            state.kinds.entry(target.kind).or_default().gone.insert(uid(object));
+            state.kinds.entry(target.kind).or_default().gone.insert(uid(object), u64::MAX);
             state.remove(target.kind, &target.key, |present| present == version(object))
         });
     }
@@ -274,11 +304,12 @@ impl Cache {
 impl CacheState {
     /// Sets an object unless a newer version of it is known; returns whether that made a difference.
     fn set(&mut self, kind: Kind, key: Key, mut object: Value) -> bool {
-        if self.kinds.get(&kind).is_some_and(|progress| progress.gone.all.contains(uid(&object))) {
-            return false;
-        }
         // Objects that we do not write come only from the watch, and in order.
         let new = number(version(&object));
+        let gone = self.kinds.get(&kind).and_then(|progress| progress.gone.all.get(uid(&object)));
+        if gone.is_some_and(|at| new <= *at) {
+            return false;
+        }
         let present = self.view.version(kind, &key).map(number);
         if !is_trimmed(kind) && present.is_some_and(|present| present >= new) {
             return false;

@@ -67,6 +67,32 @@ fn a_late_write_response_does_not_revive_a_deleted_object() {
 }
 
 #[test]
+fn an_object_that_is_selected_again_comes_back() {
+    let cache = Cache::default();
+    listed(&cache, [ip("a", "1", 5)]);
+    cache.notice(Kind::EgressIP, Event::Delete(ip("a", "1", 9)));
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 9)));
+    assert!(is(&cache, &[]));
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 10)));
+    assert!(is(&cache, &[("a", "10")]));
+}
+
+#[test]
+fn a_kind_is_whole_when_all_of_it_has_been_listed_and_a_list_of_a_part_takes_nothing_away_then() {
+    let cache = Cache::default();
+    let mut changes = cache.changes();
+    cache.follow(Kind::EgressIP, true);
+    listed(&cache, [ip("a", "1", 5)]);
+    assert!(!cache.is_whole(Kind::EgressIP) && cache.missing(&[Kind::EgressIP]).is_empty());
+    cache.follow(Kind::EgressIP, false);
+    assert!(!cache.listed(Kind::EgressIP, vec![], true, "9"), "it was requested when only a part was followed");
+    assert!(!cache.is_whole(Kind::EgressIP) && is(&cache, &[("a", "5")]));
+    changes.mark_unchanged();
+    listed(&cache, [ip("a", "1", 5)]);
+    assert!(cache.is_whole(Kind::EgressIP) && changes.has_changed().unwrap());
+}
+
+#[test]
 fn an_object_found_missing_on_write_is_removed_from_the_cache() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 5), ip("b", "2", 6)]);
@@ -80,10 +106,11 @@ fn an_object_found_missing_on_write_is_removed_from_the_cache() {
 #[test]
 fn memory_of_deleted_objects_is_bounded() {
     let mut recent = Recent::default();
-    (0..RECENT + 3).for_each(|n| recent.insert(&n.to_string()));
-    recent.insert("5");
+    (0..RECENT + 3).for_each(|n| recent.insert(&n.to_string(), 1));
+    recent.insert("5", 1);
     assert_eq!((recent.order.len(), recent.all.len()), (RECENT, RECENT));
-    assert!(!recent.all.contains("2") && recent.all.contains("3") && recent.all.contains(&(RECENT + 2).to_string()));
+    let has = |n: usize| recent.all.contains_key(&n.to_string());
+    assert!(!has(2) && has(3) && has(RECENT + 2));
 }
 
 #[test]
@@ -104,7 +131,7 @@ fn a_list_apart_from_the_watch_knows_nothing_of_what_came_later() {
     listed(&cache, [ip("a", "1", 3), ip("b", "2", 4)]);
     cache.notice(Kind::EgressIP, Event::Apply(ip("late", "4", 12)));
     cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 13)));
-    cache.listed(Kind::EgressIP, vec![ip("a", "1", 6)], "10");
+    assert!(cache.listed(Kind::EgressIP, vec![ip("a", "1", 6)], false, "10"));
     assert!(is(&cache, &[("a", "13"), ("late", "12")]));
 }
 

@@ -2,10 +2,12 @@
 
 use super::cache::Cache;
 use super::namespace_of;
+use super::needed::all_needed;
+use crate::api::EgressNode;
 use crate::store::Kind;
 use futures::StreamExt;
 use kube::api::{Api, DynamicObject, ListParams};
-use kube::core::ApiResource;
+use kube::core::{ApiResource, ObjectList};
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Client, Error};
 use serde_json::Value;
@@ -26,20 +28,64 @@ const ASK: Duration = Duration::from_secs(20);
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
 /// What is watched.
+#[derive(Clone, Debug)]
 pub(super) struct Watched {
     pub(super) kind: Kind,
-    config: watcher::Config,
+    which: Which,
+}
+
+/// Which objects of a kind are watched.
+#[derive(Clone, Debug)]
+enum Which {
+    /// All that we may see.
+    All,
+    /// Those with these field values.
+    Fields(String),
+    /// The EgressNodes that the agent of this node needs.
+    NeededBy(String),
 }
 
 impl Watched {
     /// All objects of a kind that we may see.
     pub(super) fn all(kind: Kind) -> Self {
-        Watched { kind, config: watcher::Config::default() }
+        Watched { kind, which: Which::All }
     }
 
     /// Those with these field values.
     pub(super) fn fields(kind: Kind, selector: String) -> Self {
-        Watched { kind, config: watcher::Config::default().fields(&selector) }
+        Watched { kind, which: Which::Fields(selector) }
+    }
+
+    /// The EgressNodes that the agent of a node needs.
+    pub(super) fn needed_by(node: &str) -> Self {
+        Watched { kind: Kind::EgressNode, which: Which::NeededBy(node.to_owned()) }
+    }
+
+    /// How they are watched.
+    fn config(&self, part: bool) -> watcher::Config {
+        let params = self.params(part);
+        watcher::Config {
+            label_selector: params.label_selector,
+            field_selector: params.field_selector,
+            ..Default::default()
+        }
+    }
+
+    /// How they are listed.
+    fn params(&self, part: bool) -> ListParams {
+        match &self.which {
+            Which::NeededBy(node) if part => ListParams::default().labels(&EgressNode::followed_from(node)),
+            Which::Fields(selector) => ListParams::default().fields(selector),
+            Which::All | Which::NeededBy(_) => ListParams::default(),
+        }
+    }
+
+    /// The node whose agent needs only some objects.
+    fn node(&self) -> Option<&str> {
+        match &self.which {
+            Which::NeededBy(node) => Some(node),
+            Which::All | Which::Fields(_) => None,
+        }
     }
 }
 
@@ -65,10 +111,29 @@ pub(super) fn value(kind: Kind, object: &DynamicObject) -> Value {
     value
 }
 
-/// Follows the objects of a kind.
+/// Follows the objects of a kind. An agent that needs all EgressNodes follows them until it ends: its node may forward for a while after it
+/// ceased to be a gateway, and may become one again.
 pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) {
     let kind = watched.kind;
-    let mut events = pin!(watcher(api(client.clone(), kind), watched.config));
+    if let Some(node) = watched.node() {
+        let own = ListParams::default().fields(&format!("metadata.name={node}"));
+        let own = list(&api(client.clone(), kind), kind, &own).await.into_iter().flat_map(|list| list.items);
+        own.for_each(|own| cache.notice(kind, Event::Apply(value(kind, &own))));
+        cache.follow(kind, true);
+        tokio::select! {
+            biased;
+            () = all_needed(node, &cache, chance()) => {}
+            () = take_in(&client, &watched, true, &cache) => {}
+        }
+        cache.follow(kind, false);
+    }
+    take_in(&client, &watched, false, &cache).await;
+}
+
+/// Takes in what happens to objects.
+async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) {
+    let kind = watched.kind;
+    let mut events = pin!(watcher(api(client.clone(), kind), watched.config(part)));
     let mut retry = Retry::default();
     while let Some(event) = events.next().await {
         let event = match event {
@@ -88,7 +153,7 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
                 retry.wait(|| format!("{kind} objects are not followed: {}", reason(kind, &error))).await;
                 // A resumed watch does not report that it resumed.
                 if !cache.is_connected() {
-                    cache.answers(answers(&client).await);
+                    cache.answers(answers(client).await);
                 }
                 continue;
             }
@@ -118,18 +183,27 @@ pub(super) async fn ask(client: Client, cache: Arc<Cache>) {
     }
 }
 
-/// Lists the objects of a kind, apart from the watch, until that succeeds.
-pub(super) async fn list(client: Client, kind: Kind, cache: Arc<Cache>) {
+/// Lists the objects again, apart from the watch, until that succeeds.
+pub(super) async fn list_again(client: Client, watched: Watched, cache: Arc<Cache>) {
+    let kind = watched.kind;
     let api = api(client, kind);
+    loop {
+        let part = cache.is_part(kind);
+        let Some(list) = list(&api, kind, &watched.params(part)).await else { return };
+        let objects = list.items.iter().map(|object| value(kind, object)).collect();
+        if cache.listed(kind, objects, part, list.metadata.resource_version.as_deref().unwrap_or_default()) {
+            return;
+        }
+    }
+}
+
+/// Lists objects until that succeeds; `None` if the cluster has no such kind.
+async fn list(api: &Api<DynamicObject>, kind: Kind, params: &ListParams) -> Option<ObjectList<DynamicObject>> {
     let mut retry = Retry::default();
     loop {
-        let why = match tokio::time::timeout(REQUEST, api.list(&ListParams::default())).await {
-            Ok(Ok(list)) => {
-                let objects = list.items.iter().map(|object| value(kind, object)).collect();
-                cache.listed(kind, objects, list.metadata.resource_version.as_deref().unwrap_or_default());
-                return;
-            }
-            Ok(Err(error)) if kind.may_be_absent() && is_unknown(Some(&error)) => return,
+        let why = match tokio::time::timeout(REQUEST, api.list(params)).await {
+            Ok(Ok(list)) => return Some(list),
+            Ok(Err(error)) if kind.may_be_absent() && is_unknown(Some(&error)) => return None,
             Ok(Err(error)) => error.to_string(),
             Err(_) => "the API server does not answer".to_owned(),
         };
@@ -196,6 +270,12 @@ fn roles_of(kind: Kind) -> &'static str {
     }
 }
 
+/// A random number from 0 to 1.
+fn chance() -> f64 {
+    // Each hasher state has keys of its own.
+    f64::from(RandomState::new().hash_one(0) as u32) / f64::from(u32::MAX)
+}
+
 /// Backs off with each failure, and logs the first one.
 #[derive(Default)]
 struct Retry {
@@ -209,9 +289,7 @@ impl Retry {
         }
         let pause = RETRY_AT_MOST.min(RETRY * 2_u32.pow(self.failures.min(8)));
         self.failures += 1;
-        // Each hasher state has keys of its own.
-        let chance = RandomState::new().hash_one(self.failures) as u32;
-        tokio::time::sleep(pause / 2 + (pause / 2).mul_f64(f64::from(chance) / f64::from(u32::MAX))).await;
+        tokio::time::sleep(pause / 2 + (pause / 2).mul_f64(chance())).await;
     }
 
     /// Records a success. Returns whether anything had failed before.

@@ -8,6 +8,7 @@
 mod cache;
 mod client;
 mod follow;
+mod needed;
 mod notes;
 mod trim;
 mod write;
@@ -36,7 +37,7 @@ const NOTES: usize = 256;
 /// Who reads: an agent must not follow what only the controller needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reader {
-    /// The agent of this node: all objects but the pods of other nodes and the leases of others.
+    /// The agent of this node: all objects but the pods and Leases of other nodes, and, unless it is a gateway, most of their EgressNodes.
     Agent(String),
     /// A controller: all objects.
     Controller,
@@ -57,6 +58,7 @@ impl Reader {
             (Reader::Agent(node), Kind::Lease) => {
                 Some(Watched::fields(kind, format!("metadata.name={}", gateway_lease(node))))
             }
+            (Reader::Agent(node), Kind::EgressNode) => Some(Watched::needed_by(node)),
             (Reader::Controller, Kind::ServiceCIDR) => None,
             _ => Some(Watched::all(kind)),
         };
@@ -73,7 +75,7 @@ pub struct Kubernetes {
     cache: Arc<Cache>,
     notes: mpsc::Sender<Note>,
     /// What is followed.
-    kinds: Vec<Kind>,
+    watched: Vec<Watched>,
     /// Ends with the store.
     _tasks: JoinSet<()>,
 }
@@ -97,7 +99,7 @@ impl Kubernetes {
         let mut tasks = JoinSet::new();
         let watched = reader.watched(foreign);
         let kinds: Vec<Kind> = watched.iter().map(|watched| watched.kind).collect();
-        for watched in watched {
+        for watched in watched.iter().cloned() {
             tasks.spawn(follow::follow(client.clone(), watched, Arc::clone(&cache)));
         }
         tasks.spawn(follow::ask(client.clone(), Arc::clone(&cache)));
@@ -114,7 +116,7 @@ impl Kubernetes {
                 tracing::warn!("still waiting for the API server to list {}", missing.join(", "));
             }
         }
-        Store::new(Arc::new(Kubernetes { client, writer: reader.name(), cache, notes, kinds, _tasks: tasks }))
+        Store::new(Arc::new(Kubernetes { client, writer: reader.name(), cache, notes, watched, _tasks: tasks }))
     }
 }
 
@@ -139,6 +141,10 @@ impl Backend for Kubernetes {
         self.cache.heard(kind)
     }
 
+    fn is_whole(&self, kind: Kind) -> bool {
+        self.cache.is_whole(kind)
+    }
+
     fn problems(&self) -> Vec<StoreProblem> {
         self.cache.problems()
     }
@@ -152,8 +158,9 @@ impl Backend for Kubernetes {
     }
 
     fn refresh(&self) -> BoxFuture<'static, ()> {
-        let ours = self.kinds.iter().filter(|kind| !kind.is_users() || kind.has_our_status());
-        let lists = ours.map(|kind| follow::list(self.client.clone(), *kind, Arc::clone(&self.cache)));
+        let ours = self.watched.iter().filter(|w| !w.kind.is_users() || w.kind.has_our_status());
+        let lists =
+            ours.map(|watched| follow::list_again(self.client.clone(), watched.clone(), Arc::clone(&self.cache)));
         let lists = join_all(lists);
         Box::pin(async move {
             lists.await;

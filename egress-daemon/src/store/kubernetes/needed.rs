@@ -1,0 +1,122 @@
+//! Which EgressNodes an agent needs: those of gateways, those with networks of pods, and its own, which a label selects. Those of all nodes if
+//! its node is a gateway.
+
+use super::cache::Cache;
+use crate::api::{EgressIP, EgressNode};
+use crate::store::{Key, Kind};
+use std::collections::BTreeSet;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// How long an object that is needed may be missing among those that the label selects, at least and at most. A controller of an earlier
+/// version sets no labels, and somebody may remove one.
+const MISSING: Duration = Duration::from_secs(10);
+const MISSING_AT_MOST: Duration = Duration::from_secs(20);
+/// How often it is examined at most while objects change.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What an agent needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Needed {
+    /// What it follows.
+    Selected,
+    /// An object that the label does not select.
+    Missing,
+    /// All objects.
+    All,
+}
+
+/// What the agent of a node needs, by what is known now.
+pub(super) fn needed(node: &str, cache: &Cache) -> Needed {
+    let get = |kind, name: &str| cache.get(kind, &Key::cluster(name));
+    let own = get(Kind::EgressNode, node);
+    let is_for_all = own.as_ref().and_then(|own| own.downcast_ref()).is_some_and(EgressNode::follows_all);
+    let ips = cache.list(Kind::EgressIP);
+    let ips = ips.iter().filter_map(|ip| ip.downcast_ref::<EgressIP>());
+    let gateways: BTreeSet<&str> = ips.flat_map(EgressIP::carriers).collect();
+    if is_for_all || gateways.contains(node) {
+        return Needed::All;
+    }
+    // That of a node that is gone may be gone, too.
+    let is_missing = |name: &&str| get(Kind::Node, name).is_some() && get(Kind::EgressNode, name).is_none();
+    if own.is_none() || gateways.iter().any(is_missing) { Needed::Missing } else { Needed::Selected }
+}
+
+/// Waits until the agent of a node has to follow all EgressNodes. `chance`, 0 to 1, makes thousands of agents begin at different times.
+pub(super) async fn all_needed(node: &str, cache: &Cache, chance: f64) {
+    all_needed_within(node, cache, MISSING + (MISSING_AT_MOST - MISSING).mul_f64(chance)).await;
+}
+
+async fn all_needed_within(node: &str, cache: &Cache, patience: Duration) {
+    let mut changes = cache.changes();
+    let mut missing: Option<Instant> = None;
+    loop {
+        missing = match needed(node, cache) {
+            Needed::All => return,
+            Needed::Selected => None,
+            Needed::Missing => missing.or_else(|| Some(Instant::now())),
+        };
+        if missing.is_some_and(|since| since.elapsed() >= patience) {
+            tracing::warn!(
+                "EgressNodes without the label spillway.io/followed-by are needed: all are followed from now on"
+            );
+            return;
+        }
+        tokio::time::sleep(LOOK).await;
+        // The last change may have been before.
+        let _ = tokio::time::timeout(patience, changes.changed()).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kube::runtime::watcher::Event;
+    use serde_json::{Value, json};
+
+    fn egress_node(name: &str, followed_by: Option<&str>) -> Value {
+        let labels = followed_by.map(|by| json!({"spillway.io/followed-by": by}));
+        json!({"apiVersion": "spillway.io/v1alpha1", "kind": "EgressNode", "spec": {},
+            "metadata": {"name": name, "uid": name, "resourceVersion": "1", "labels": labels}})
+    }
+
+    /// A cluster with the node `me` and the gateway `gw`, which carries an egress IP.
+    fn cluster(own: Option<Value>, gateway: Option<Value>, carrier: &str) -> Cache {
+        let cache = Cache::default();
+        let ip = json!({"apiVersion": "spillway.io/v1alpha1", "kind": "EgressIP", "spec": {"address": "192.0.2.1"},
+            "metadata": {"name": "192.0.2.1", "uid": "ip", "resourceVersion": "1"}, "status": {"carriers": [carrier]}});
+        cache.notice(Kind::EgressIP, Event::Apply(ip));
+        for name in ["me", "gw"] {
+            let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "uid": name}});
+            cache.notice(Kind::Node, Event::Apply(node));
+        }
+        own.into_iter().chain(gateway).for_each(|node| cache.notice(Kind::EgressNode, Event::Apply(node)));
+        cache
+    }
+
+    #[test]
+    fn an_agent_needs_all_objects_on_a_gateway_and_otherwise_those_that_are_selected() {
+        let (own, gateway) = (|by| Some(egress_node("me", by)), || Some(egress_node("gw", Some("every-node"))));
+        for (cache, wanted) in [
+            (cluster(own(Some("me")), gateway(), "gw"), Needed::Selected),
+            (cluster(own(Some("me")), gateway(), "me"), Needed::All),
+            (cluster(own(Some("every-node")), gateway(), "gw"), Needed::All),
+            (cluster(own(None), gateway(), "gw"), Needed::All),
+            (cluster(None, gateway(), "gw"), Needed::Missing),
+            (cluster(own(Some("me")), None, "gw"), Needed::Missing),
+            (cluster(own(Some("me")), None, "gone"), Needed::Selected),
+        ] {
+            assert_eq!(needed("me", &cache), wanted);
+        }
+    }
+
+    #[tokio::test]
+    async fn an_object_that_is_not_selected_is_waited_for_and_then_all_are_followed() {
+        let cache = cluster(Some(egress_node("me", Some("me"))), None, "gw");
+        let (patience, begin) = (Duration::from_millis(300), Instant::now());
+        all_needed_within("me", &cache, patience).await;
+        assert!(begin.elapsed() >= patience);
+        cache.notice(Kind::EgressNode, Event::Apply(egress_node("gw", Some("every-node"))));
+        assert!(tokio::time::timeout(patience * 4, all_needed_within("me", &cache, patience)).await.is_err());
+    }
+}
