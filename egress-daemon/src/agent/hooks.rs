@@ -178,11 +178,11 @@ async fn keep(
             true => block_in_place(|| native::find(wanted.xdp, &hooks, &table, &attacher)),
             false => native::Found::default(),
         };
-        hooks.extend(found.hooks().clone());
+        hooks.extend(found.hooks());
         let errors = block_in_place(|| {
-            // First what a program at a driver needs.
+            let errors = attacher.sync(&hooks, &names, all);
             found.allow(devices.as_mut());
-            attacher.sync(&hooks, &names, all)
+            errors
         });
         let (failed, errors): (Vec<AttachError>, Vec<AttachError>) =
             errors.into_iter().partition(|error| NATIVE.contains(&error.program));

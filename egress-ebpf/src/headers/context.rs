@@ -26,7 +26,7 @@ pub trait Context: Copy {
     fn data_end(self) -> usize;
     /// Length of the frame.
     fn len(self) -> u32;
-    /// Index of the interface whose hook this is; of a frame that has been taken out of its VLAN, that of the VLAN device.
+    /// Index of the interface whose hook this is.
     fn ifindex(self) -> u32;
     /// The kernel's pointer, for helpers that take any context.
     fn raw(self) -> *mut c_void;
@@ -100,20 +100,17 @@ impl Context for Skb {
 
 /// A frame at an XDP hook. Only headers at their usual offsets are read; a frame with anything else is left to the programs at TC.
 #[derive(Clone, Copy)]
-pub struct Frame {
-    pub(super) raw: *mut xdp_md,
-    pub(super) ifindex: u32,
-}
+pub struct Frame(pub(super) *mut xdp_md);
 
 impl Context for Frame {
     #[inline(always)]
     fn data(self) -> usize {
-        field!(self.raw, data) as usize
+        field!(self.0, data) as usize
     }
 
     #[inline(always)]
     fn data_end(self) -> usize {
-        field!(self.raw, data_end) as usize
+        field!(self.0, data_end) as usize
     }
 
     #[inline(always)]
@@ -123,12 +120,12 @@ impl Context for Frame {
 
     #[inline(always)]
     fn ifindex(self) -> u32 {
-        self.ifindex
+        field!(self.0, ingress_ifindex)
     }
 
     #[inline(always)]
     fn raw(self) -> *mut c_void {
-        self.raw.cast()
+        self.0.cast()
     }
 
     #[inline(always)]

@@ -23,7 +23,6 @@ pub struct LabSettings {
     pub(super) alone: bool,
     pub(super) zones: Vec<String>,
     pub(super) cards: bool,
-    pub(super) vlan_devices: bool,
 }
 
 impl Default for LabSettings {
@@ -44,7 +43,6 @@ impl Default for LabSettings {
             alone: false,
             zones: Vec::new(),
             cards: std::env::var_os(XDP).is_some(),
-            vlan_devices: false,
         }
     }
 }
