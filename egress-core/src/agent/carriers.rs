@@ -17,7 +17,8 @@ use std::{
     time::Duration,
 };
 
-/// How long a node forwards for an egress IP after it ceased to be its carrier: the time for every source node to read that.
+/// How long a node forwards for an egress IP after it ceased to be its carrier, and after its own report ceased to say that it is: the
+/// time for every source node to read that.
 pub const LINGER: Duration = Duration::from_secs(5);
 
 /// What was decided.
@@ -97,10 +98,11 @@ impl Carriers {
                 _ => {}
             }
         }
-        self.lingers.retain(|ip, until| c.now < *until && c.objects.plan.egress_ips.contains_key(ip));
-        let left = carried.into_iter().filter(|ip| planned(ip) && !self.carried.contains(ip));
-        self.lingers.extend(left.map(|ip| (ip, c.now + LINGER)));
-        self.lingers.retain(|ip, _| !self.carried.contains(ip));
+        self.lingers.retain(|_, until| c.now < *until);
+        // Away from the API server, this node cannot take its report back, and may be planned to carry the address again meanwhile.
+        let reported = c.objects.snapshot.report(&c.node).into_iter().flat_map(|own| own.carries.iter().copied());
+        self.lingers.extend(carried.into_iter().chain(reported).map(|ip| (ip, c.now + LINGER)));
+        self.lingers.retain(|ip, _| planned(ip) && !self.carried.contains(ip));
     }
 
     /// The carriers that this node's packets of an egress IP go to, the first one first.

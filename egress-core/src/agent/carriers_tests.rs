@@ -119,6 +119,7 @@ fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_kno
     };
     assert_eq!(own(&world, Duration::ZERO), (true, false, true));
     carried_by(&mut world, 2, &["g2"]);
+    report(&mut world, "me").carries.clear();
     assert_eq!(own(&world, Duration::ZERO), (true, true, true));
     assert_eq!(own(&world, LINGER - Duration::from_millis(1)), (true, true, true));
     assert_eq!(own(&world, LINGER), (false, true, false));
@@ -130,11 +131,30 @@ fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_kno
 fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
     let (mut world, left) = (FactsFixture::new(), ip(OWNED[2].0));
     carried_by(&mut world, 2, &["g2"]);
+    report(&mut world, "me").carries.clear();
     let mut carriers = Carriers::recover(&[(left, false)].into(), &[].into());
     world.decide(&mut carriers, Duration::ZERO);
     assert!(carriers.forwards(left) && !carriers.answers(left), "source nodes may not have read the change");
     world.decide(&mut carriers, LINGER);
     assert!(!carriers.forwards(left));
+}
+
+/// A node that is away from the API server cannot take back what it has reported. When it returns, it may be planned to carry the address
+/// again, and source nodes use it at once.
+#[test]
+fn a_node_forwards_for_as_long_as_its_own_report_says_that_it_carries() {
+    let (mut world, mut carriers, left) = (FactsFixture::new(), Carriers::default(), ip(OWNED[2].0));
+    let mut forwards = |world: &FactsFixture, now: Duration| {
+        world.decide(&mut carriers, now);
+        carriers.forwards(left)
+    };
+    report(&mut world, "me").carries.insert(left);
+    carried_by(&mut world, 2, &["g2"]);
+    assert!(forwards(&world, Duration::ZERO), "also after a start of the machine");
+    assert!(forwards(&world, 3 * LINGER));
+    report(&mut world, "me").carries.clear();
+    assert!(forwards(&world, 4 * LINGER - Duration::from_millis(1)), "source nodes may not have read it");
+    assert!(!forwards(&world, 4 * LINGER));
 }
 
 #[test]

@@ -41,7 +41,7 @@ fn a_job_says_that_the_cluster_will_do(world: &InstalledCluster) -> Result<()> {
 }
 
 /// What is left of Spillway on a node: pins, the tunnel device, tables of nftables, filters at interfaces.
-const LEFT: &str = "ls -d /sys/fs/bpf/spillway 2>/dev/null; ip -o link show spillway0 2>/dev/null; nft list tables | grep spillway; \
+const LEFT: &str = "find /sys/fs/bpf/spillway 2>/dev/null; ip -o link show spillway0 2>/dev/null; nft list tables | grep spillway; \
                     for i in $(ls /sys/class/net); do tc filter show dev $i ingress; tc filter show dev $i egress; done 2>/dev/null | \
                     grep -i spillway; true";
 

@@ -59,7 +59,7 @@ pub fn cluster(seed: u64, trace: bool) -> SimCluster {
     let gateways = 2 + rng.index(3);
     let sources = 1 + rng.index(3);
     let lease = if rng.chance(100) { 15 } else { 6 };
-    let selective = false;
+    let selective = rng.chance(333);
     let times = Times {
         lease: Duration::from_secs(lease),
         renew: Duration::from_secs(lease) / 3,
