@@ -30,7 +30,7 @@ const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// How many seeds of the simulated cluster a whole run tries.
 const SEEDS: &str = "10000";
 /// It gets what the other tests leave of the processors.
-const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
+const SIMULATION_TIMEOUT: Duration = Duration::from_secs(90 * 60);
 /// The end-to-end tests, over one transport or on Kubernetes.
 const LAB_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
@@ -131,8 +131,13 @@ fn behind_the_tests(
     if args.is_whole() {
         checks::slow(&mut tally);
         doc_tests(&mut tally)?;
-        guests(&Kernel::USUAL, false, binaries, bin_dir, false, &mut tally)?;
-        simulated_cluster(binaries, &mut tally)?;
+        // A guest rarely uses all processors.
+        let simulated = thread::scope(|scope| {
+            let simulated = scope.spawn(|| simulated_cluster(binaries));
+            guests(&Kernel::USUAL, false, binaries, bin_dir, false, &mut tally)?;
+            simulated.join().map_err(|_| anyhow!("the run of the simulated cluster has panicked"))?
+        })?;
+        tally.add(simulated);
     }
     Ok(tally)
 }
@@ -196,11 +201,13 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut
 }
 
 /// Runs all seeds of the simulated cluster.
-fn simulated_cluster(binaries: &[Binary], tally: &mut Tally) -> Result<()> {
+fn simulated_cluster(binaries: &[Binary]) -> Result<Tally> {
+    let mut tally = Tally::default();
     let mut command = find(binaries, "egress-daemon")?.command();
     command.args(["--quiet", "agent::sim"]).env("SPILLWAY_SIM_SEEDS", SEEDS);
     let how = Run { filter: None, timeout: SIMULATION_TIMEOUT, second_try: false };
-    libtest::run("the simulated cluster", command, &how, tally)
+    libtest::run("the simulated cluster", command, &how, &mut tally)?;
+    Ok(tally)
 }
 
 fn find<'a>(binaries: &'a [Binary], name: &str) -> Result<&'a Binary> {
