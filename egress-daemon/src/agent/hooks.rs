@@ -85,6 +85,13 @@ impl Hooks {
         Self { wanted, errors, seen, mode, task }
     }
 
+    /// Ends the task, and waits until it has: it may be attaching. Otherwise it could attach and pin programs while a cleanup removes them.
+    pub async fn stop(&mut self) {
+        self.task.abort();
+        // That it was cancelled is no error.
+        let _ = (&mut self.task).await;
+    }
+
     /// How programs are attached.
     pub fn mode(&self) -> Mode {
         self.mode
@@ -200,7 +207,7 @@ async fn keep(
         looks += u32::from(all);
         // After ours are attached, those of an earlier agent are gone.
         let bypass = block_in_place(|| lookout.look(&names, &ours, all && looks % SEARCH == 0)).map(str::to_owned);
-        tell(saw.borrow().bypass.as_deref(), bypass.as_deref());
+        log(saw.borrow().bypass.as_deref(), bypass.as_deref());
         let seen = Seen { hooks: seen, bypass, native };
         saw.send_if_modified(|old| {
             let changed = *old != seen;
@@ -211,7 +218,7 @@ async fn keep(
 }
 
 /// Logs once when packets become able, or cease to be able, to reach pods past our programs.
-fn tell(before: Option<&str>, now: Option<&str>) {
+fn log(before: Option<&str>, now: Option<&str>) {
     match (before, now) {
         (None, Some(stranger)) => tracing::warn!(
             "{stranger}: it may deliver packets to pods past our programs, so a SYN+ACK of a selected pod passes without a recorded SYN"

@@ -258,6 +258,7 @@ impl Agent {
             self.log_errors();
             tokio::time::sleep(self.settings.machine.probe.interval * NOTICE).await;
         }
+        self.hooks.stop().await;
         Ok(())
     }
 
