@@ -229,7 +229,7 @@ impl Gateways {
             if news.0 == Some(ProbeTransition::Dead) && g.heard.is_some() {
                 g.died = Some(now);
             }
-            changed |= tell(name, &news, g.transports.current());
+            changed |= log(name, &news, g.transports.current());
         }
         let closely = self.gateways.len() <= FEW && self.are_in_doubt(now);
         self.pace = if closely { self.times.quick() } else { self.times.interval };
@@ -274,12 +274,12 @@ impl Gateways {
                 false => tracing::info!("gateway {name} reports that it cannot carry egress IPs"),
             }
         }
-        tell(name, &news, g.transports.current()) | learned | turned
+        log(name, &news, g.transports.current()) | learned | turned
     }
 }
 
 /// Logs what has changed. Returns whether anything has.
-fn tell(name: &NodeName, news: &(Option<ProbeTransition>, bool), transport: u32) -> bool {
+fn log(name: &NodeName, news: &(Option<ProbeTransition>, bool), transport: u32) -> bool {
     match news.0 {
         Some(ProbeTransition::Dead) => tracing::warn!("gateway {name} is dead: it does not answer probes"),
         Some(ProbeTransition::Alive) => tracing::info!("gateway {name} is alive"),

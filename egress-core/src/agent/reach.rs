@@ -122,7 +122,7 @@ impl Reach {
         let doubted = self.peers.iter().any(|name| dead(name) && recently(name));
         let before = (std::mem::replace(&mut self.reached, reached), std::mem::replace(&mut self.doubted, doubted));
         if before.0 != reached {
-            self.tell();
+            self.log();
         }
         before != (reached, doubted)
     }
@@ -149,7 +149,7 @@ impl Reach {
         };
         let changed = std::mem::replace(&mut self.replaced, replaced) != replaced;
         if changed {
-            self.tell();
+            self.log();
         }
         changed
     }
@@ -171,7 +171,7 @@ impl Reach {
     }
 
     /// Logs why it may not.
-    fn tell(&self) {
+    fn log(&self) {
         let why = match (self.reached, self.replaced) {
             (false, _) => "no other gateway answers, and no node probes this one",
             (_, true) => "it cannot renew its lease, and other gateways can",

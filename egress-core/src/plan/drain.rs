@@ -49,7 +49,7 @@ fn asks(policy: &Policy, pool: &PoolId) -> bool {
 }
 
 /// Notes which addresses of a policy drain, and what to do about it.
-pub fn tell(
+pub fn note(
     snapshot: &Snapshot,
     policy: &Policy,
     slots: &[Slot],

@@ -115,7 +115,7 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let slots = outcome::slots(policy, &slots, zone_of, &counts);
         let conflicts = conflicts.get(id).cloned().unwrap_or_default();
         problems.judge(policy, &slots, &unserved);
-        drain::tell(snapshot, policy, &slots, &egress_ips, &mut problems);
+        drain::note(snapshot, policy, &slots, &egress_ips, &mut problems);
         problems.conflicts(id, &conflicts);
         let troubles = troubles.remove(id).unwrap_or_default();
         problems.troubled(id, &troubles);

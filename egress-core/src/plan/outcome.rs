@@ -12,7 +12,7 @@ use crate::model::{
 
 /// A reason why a condition of a policy is not what the user wishes.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Complaint {
+struct Problem {
     kind: ConditionKind,
     reason: Reason,
     message: String,
@@ -20,12 +20,12 @@ struct Complaint {
 
 /// Everything found wrong, by policy. The order in which it was found does not matter.
 #[derive(Debug, Default)]
-pub struct Problems(BTreeMap<PolicyId, BTreeSet<Complaint>>);
+pub struct Problems(BTreeMap<PolicyId, BTreeSet<Problem>>);
 
 impl Problems {
     /// Notes a problem.
     pub fn add(&mut self, policy: &PolicyId, kind: ConditionKind, reason: Reason, message: String) {
-        self.0.entry(policy.clone()).or_default().insert(Complaint { kind, reason, message });
+        self.0.entry(policy.clone()).or_default().insert(Problem { kind, reason, message });
     }
 
     /// Notes what the slots of a policy show.

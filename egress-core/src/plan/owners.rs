@@ -50,7 +50,7 @@ pub fn decide(items: &[Floating<'_>], nodes: &[GatewayNode]) -> Vec<Decision> {
 /// Leaves each egress IP where it is, or returns it to its preferred gateway; first those that stay where they belong,
 /// so that a limit that became lower takes away the others.
 fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Placement], loads: &mut Loads<'_>) {
-    let wishes: Vec<[Option<u32>; 2]> = items
+    let choices: Vec<[Option<u32>; 2]> = items
         .iter()
         .map(|item| {
             let stay = item.owner.filter(|owner| nodes[*owner as usize].keeps() && item.selects(*owner));
@@ -63,18 +63,18 @@ fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Placement],
         })
         .collect();
     let rounds: [fn(&Floating, Option<u32>) -> bool; 3] = [
-        |item, wish| wish == item.owner && item.owner == item.preferred,
-        |item, wish| wish == item.owner && item.owner != item.preferred,
-        |item, wish| wish != item.owner,
+        |item, choice| choice == item.owner && item.owner == item.preferred,
+        |item, choice| choice == item.owner && item.owner != item.preferred,
+        |item, choice| choice != item.owner,
     ];
     for round in rounds {
         for at in 0..items.len() {
-            if places[at].node.is_some() || !round(&items[at], wishes[at][0]) {
+            if places[at].node.is_some() || !round(&items[at], choices[at][0]) {
                 continue;
             }
-            let node = wishes[at].into_iter().flatten().find(|node| loads.has_room(at, *node, None));
+            let node = choices[at].into_iter().flatten().find(|node| loads.has_room(at, *node, None));
             if let Some(node) = node {
-                places[at] = Placement { node: Some(node), placed: wishes[at][1].is_none() };
+                places[at] = Placement { node: Some(node), placed: choices[at][1].is_none() };
                 loads.add(at, node);
             }
         }

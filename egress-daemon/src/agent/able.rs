@@ -6,7 +6,7 @@ use crate::datapath::{
     monotonic_ns,
 };
 use egress_common::egress::deadline;
-use egress_core::agent::pulse;
+use egress_core::agent::heartbeat;
 use std::{future::Future, time::Duration};
 
 /// Waits for what an agent needs before it can decide anything. Meanwhile the programs continue as an earlier agent left them: if it marked
@@ -20,7 +20,7 @@ pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<
         }
         tokio::select! {
             ready = &mut ready => return Ok(ready),
-            () = tokio::time::sleep(length / pulse::OFTEN) => {}
+            () = tokio::time::sleep(length / heartbeat::OFTEN) => {}
         }
     }
 }

@@ -52,7 +52,7 @@ impl Agent {
                     tracing::debug!("probe to {name} ({}): {e}", request.remote);
                 }
             }
-            Action::SignOfLife { able, lease } => self.sign_of_life(able, lease),
+            Action::Heartbeat { able, lease } => self.send_heartbeat(able, lease),
             Action::ReadCounters => self.read_counters(),
             Action::CountPorts(growth) => self.begin_count(growth),
             Action::LookAgain => self.look_again().await,
@@ -99,7 +99,7 @@ impl Agent {
         }
     }
 
-    fn sign_of_life(&mut self, able: Duration, lease: Duration) {
+    fn send_heartbeat(&mut self, able: Duration, lease: Duration) {
         let until = |length: Duration| match length.is_zero() {
             true => 0,
             false => monotonic_ns() + length.as_nanos() as u64,

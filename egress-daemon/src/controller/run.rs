@@ -236,7 +236,7 @@ impl Controller {
         let drained = drains::next(wanted.egress_ips.values(), drain_timeout, time.0);
         let planning = started.elapsed();
         let applied = apply(&leading.store, wanted).await;
-        self.tell(leading, before, after, (refused, doubts), &applied);
+        self.report_round(leading, before, after, (refused, doubts), &applied);
         self.report(&applied, planning, false);
         let now = self.start.elapsed();
         self.observe_nodes(known.memo.snapshot(), &objects, now);
@@ -258,7 +258,7 @@ impl Controller {
     }
 
     /// Reports the outcome of a round to users.
-    fn tell(
+    fn report_round(
         &self,
         leading: &mut Leading,
         before: Plan,

@@ -43,7 +43,7 @@ impl Sight {
             let lease = lease.borrow();
             let name = lease.metadata.name.as_deref().unwrap_or_default();
             let Some(node) = name.strip_prefix(GATEWAY_LEASE_PREFIX).map(NodeName::from) else { continue };
-            // A lease that was released is no sign of life.
+            // A lease that was released is no heartbeat.
             let spec = lease.spec.as_ref();
             if spec.and_then(|spec| spec.holder_identity.as_deref()).is_none_or(str::is_empty) {
                 continue;

@@ -84,8 +84,8 @@ impl Printable for ConnectivityView {
     }
 }
 
-/// Runs the test, and removes what it made, even if it is interrupted. `tell` receives its progress.
-pub fn test(kubectl: &Kubectl, options: &Options, tell: impl Fn(&str)) -> Result<ConnectivityView> {
+/// Runs the test, and removes what it made, even if it is interrupted. `progress` receives its progress.
+pub fn test(kubectl: &Kubectl, options: &Options, progress: impl Fn(&str)) -> Result<ConnectivityView> {
     if options.servers.is_empty() {
         bail!("name a server outside the cluster with --server; on a machine there run: egressctl connectivity serve");
     }
@@ -109,7 +109,7 @@ pub fn test(kubectl: &Kubectl, options: &Options, tell: impl Fn(&str)) -> Result
             eprintln!("kubectl spillway: {error}");
         }
     })?;
-    let asked = run(kubectl, options, &cases, &image, tell);
+    let asked = run(kubectl, options, &cases, &image, progress);
     let cleaned = clean(kubectl);
     let asked = asked?;
     cleaned?;
@@ -187,7 +187,7 @@ fn image(kubectl: &Kubectl) -> Result<String> {
 type Answers = BTreeMap<String, Result<Vec<Asked>, String>>;
 
 /// Starts the pods and waits for their answers.
-fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, tell: impl Fn(&str)) -> Result<Answers> {
+fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, progress: impl Fn(&str)) -> Result<Answers> {
     let trials: Vec<&Trial> =
         cases.iter().filter_map(|case| if let Case::Tried(trial) = case { Some(trial) } else { None }).collect();
     let end = Instant::now() + options.timeout;
@@ -195,7 +195,7 @@ fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, tell: 
     if !made.is_empty() {
         kubectl.apply(&json!({"apiVersion": "v1", "kind": "List", "items": made}))?;
     }
-    tell(&format!("starting {} pods of {image}", trials.len()));
+    progress(&format!("starting {} pods of {image}", trials.len()));
     for trial in &trials {
         start(kubectl, &pod(trial, image, options.timeout), end)?;
     }
@@ -207,7 +207,7 @@ fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, tell: 
             break pods;
         }
         if left != before {
-            tell(&format!("waiting for {left} of {} pods", pods.len()));
+            progress(&format!("waiting for {left} of {} pods", pods.len()));
             before = left;
         }
         thread::sleep(LOOK);

@@ -304,7 +304,7 @@ fn reply(pkt: &Packet<Frame>, config: &DatapathConfig, index: u32, entropy: u32,
     if node.present == 0 {
         return Err(Left::For(Counter::XdpRefused));
     }
-    let verdict = match send::wished(index, node) {
+    let verdict = match send::reply_transport(index, node) {
         DIRECT => {
             let verdict = redirect(node.ifindex, node.mtu, length)?;
             if send::address(pkt, node).is_none() {

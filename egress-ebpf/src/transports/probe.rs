@@ -79,7 +79,7 @@ fn received<F: Family>(pkt: &Packet, index: u32) -> Verdict {
     }
     match pkt.read::<u8>(payload + offset_of!(Probe, kind) as u32) {
         Some(REQUEST) => answer::<F>(pkt, index),
-        Some(REPLY) => tell::<F>(pkt, index),
+        Some(REPLY) => pass_to_agent::<F>(pkt, index),
         _ => Verdict::Drop(Counter::DropStranger),
     }
 }
@@ -137,7 +137,7 @@ fn turn_around<F: Family>(
 }
 
 #[inline(always)]
-fn tell<F: Family>(pkt: &Packet, index: u32) -> Verdict {
+fn pass_to_agent<F: Family>(pkt: &Packet, index: u32) -> Verdict {
     let Some(probe) = pkt.load::<Probe>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
         return Verdict::Drop(Counter::DropMalformed);
     };

@@ -43,7 +43,7 @@ pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u6
     };
     let (transport, vni) = match purpose {
         purpose::FORWARD => (node.forward, VNI_FORWARD),
-        purpose::REPLY => (wished(index, node), VNI_REPLY),
+        purpose::REPLY => (reply_transport(index, node), VNI_REPLY),
         probe => (probe - purpose::PROBE, VNI_PROBE),
     };
     let short = match transport {
@@ -77,7 +77,7 @@ pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
 
 /// The reply transport of node number `index`, as far as this node allows it.
 #[inline(always)]
-pub fn wished(index: u32, node: &NodeEntry) -> u32 {
+pub fn reply_transport(index: u32, node: &NodeEntry) -> u32 {
     match REPLY_TRANSPORT.get(index) {
         Some(&reply_transport) => clamp(reply_transport, node.may),
         None => 0,

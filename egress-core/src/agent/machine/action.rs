@@ -34,7 +34,7 @@ pub struct MachineSettings {
     pub probe: ProbeTimes,
     /// How long a gateway's lease lasts.
     pub lease_duration: Duration,
-    /// How long the programs trust a sign of life.
+    /// How long the programs trust a heartbeat.
     pub deadline: Duration,
     /// How long unknown sources are held for a selected pod without an address.
     pub start_limit: Duration,
@@ -116,7 +116,7 @@ pub enum Action {
     /// Send a probe. One that cannot be sent counts as unanswered.
     Probe(NodeName, Request),
     /// Tell the programs how long from now on this node is able to carry egress IPs, and holds its lease; zero: not at all.
-    SignOfLife {
+    Heartbeat {
         /// How long it is able.
         able: Duration,
         /// How long it holds its lease.

@@ -19,11 +19,11 @@ use super::{
     effective::Effective,
     facts::{Facts, Objects},
     gateways::{Answered, Gateways},
+    heartbeat::Heartbeats,
     history::Histories,
     late::Late,
     ports::Past,
     programmed::Programmed,
-    pulse::Pulse,
     reach::{LeaseWord, Reach},
     takeovers::{Lengths, TakeOvers},
     transports::Transports,
@@ -107,7 +107,7 @@ pub struct Machine {
     unnamed: Unnamed,
     reach: Reach,
     gateways: Gateways,
-    pulse: Pulse,
+    heartbeats: Heartbeats,
     past: Past,
     takeovers: TakeOvers,
     /// Egress IPs whose packets go to other gateways as soon as the tables are written.
@@ -145,7 +145,7 @@ impl Machine {
             unnamed: Unnamed::default(),
             reach: Reach::new(settings.probe),
             gateways: Gateways::new(settings.probe),
-            pulse: Pulse::new(settings.deadline, Duration::ZERO),
+            heartbeats: Heartbeats::new(settings.deadline, Duration::ZERO),
             past: Past::default(),
             takeovers: TakeOvers::default(),
             turned_away: BTreeSet::new(),
@@ -192,7 +192,7 @@ impl Machine {
     /// The first round is carried out.
     pub fn handle_start(&mut self, now: Duration) {
         self.started = true;
-        self.pulse = Pulse::new(self.settings.deadline, now);
+        self.heartbeats = Heartbeats::new(self.settings.deadline, now);
     }
 
     /// A probe was answered.
@@ -258,8 +258,8 @@ impl Machine {
         let actions = &mut self.actions;
         let send = |name: &NodeName, request: &_| actions.push_back(Action::Probe(name.clone(), *request));
         self.dirty |= self.gateways.tick(now, send);
-        if self.pulse.look(now) {
-            self.sign_of_life(now);
+        if self.heartbeats.look(now) {
+            self.send_heartbeat(now);
         }
         self.dirty |= self.decided.carriers.next().is_some_and(|next| now >= next);
         if now >= self.timers.look {
@@ -284,7 +284,7 @@ impl Machine {
         let status = (self.status_due && !self.writing_status).then_some(self.timers.status);
         let count = (!self.counting).then_some(self.timers.count);
         let sometimes = [status, count, self.gateways.next(), self.decided.carriers.next()].into_iter().flatten();
-        sometimes.fold(self.timers.resync.min(self.timers.look).min(self.pulse.next()), Duration::min)
+        sometimes.fold(self.timers.resync.min(self.timers.look).min(self.heartbeats.next()), Duration::min)
     }
 
     /// The agent is about to stop: the other carriers take over where they can. Returns whether they can; then all of them know it a
@@ -297,7 +297,7 @@ impl Machine {
         }
         self.facts.able = false;
         self.outcome.errors.clear();
-        self.sign_of_life(now);
+        self.send_heartbeat(now);
         self.actions.push_back(Action::Advertise(BTreeSet::new()));
         true
     }
@@ -328,13 +328,13 @@ impl Machine {
     pub fn may_announce(&self, now: Duration) -> (bool, Duration) {
         let hears = self.reach.hears(now);
         let silent_until = if hears { Duration::ZERO } else { now + LOOK_CLOSELY_EVERY };
-        (hears && self.pulse.may_announce(now), silent_until.max(self.pulse.silent_until()))
+        (hears && self.heartbeats.may_announce(now), silent_until.max(self.heartbeats.silent_until()))
     }
 
-    fn sign_of_life(&mut self, now: Duration) {
-        self.pulse.said(now);
+    fn send_heartbeat(&mut self, now: Duration) {
+        self.heartbeats.sent(now);
         let able = if self.facts.able { self.settings.deadline } else { Duration::ZERO };
-        self.actions.push_back(Action::SignOfLife { able, lease: self.lease_until.saturating_sub(now) });
+        self.actions.push_back(Action::Heartbeat { able, lease: self.lease_until.saturating_sub(now) });
     }
 
     /// Whether the lease is held.

@@ -261,7 +261,7 @@ impl Machine {
             self.actions.push_back(Action::MakeStackPath { selects: round.selects, hold: self.held() });
         }
         if round.turned {
-            self.sign_of_life(self.facts.now);
+            self.send_heartbeat(self.facts.now);
         }
         self.actions.push_back(Action::Announce(self.outcome.announced.clone()));
         let (node, plan) = (&self.facts.node, &self.facts.objects.plan);

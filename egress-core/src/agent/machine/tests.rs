@@ -175,7 +175,7 @@ fn a_round_writes_before_it_announces_and_tells_at_the_end() {
         "Write",
         "Advertise",
         "Forward",
-        "SignOfLife",
+        "Heartbeat",
         "Announce",
         "KeepLease",
         "Publish",
@@ -316,7 +316,7 @@ fn periodic_actions_run_when_they_are_due() {
     assert_eq!(when("CountPorts"), [0, 2000, 4000]);
     assert_eq!(when("LookAgain"), [0, 5000]);
     assert_eq!(when("ReadCounters"), (0..=100).map(|n| n * 50).collect::<Vec<_>>());
-    assert_eq!(when("SignOfLife"), [0, 1250, 2500, 3750, 5000]);
+    assert_eq!(when("Heartbeat"), [0, 1250, 2500, 3750, 5000]);
 }
 
 #[test]
@@ -334,8 +334,8 @@ fn a_gateway_that_stops_says_so_only_where_others_take_over() {
     shell.run();
     let stops = shell.machine.handle_stop(shell.now);
     assert!(stops);
-    assert_eq!(shell.run(), ["SignOfLife", "Advertise"]);
-    let Action::SignOfLife { able, .. } = shell.done[0].1 else { panic!("{:?}", shell.done) };
+    assert_eq!(shell.run(), ["Heartbeat", "Advertise"]);
+    let Action::Heartbeat { able, .. } = shell.done[0].1 else { panic!("{:?}", shell.done) };
     assert_eq!(able, Duration::ZERO);
 }
 

@@ -301,7 +301,7 @@ impl SimCluster {
                     None => Response::Lost,
                     Some(None) => Response::Conflict,
                     Some(Some(stored)) => {
-                        self.tell(stored.object.kind());
+                        self.notify_watches(stored.object.kind());
                         Response::Done(stored)
                     }
                 };
@@ -316,7 +316,7 @@ impl SimCluster {
     }
 
     /// A version of a kind was written: notifies each of its watches, each at its own time.
-    pub fn tell(&mut self, kind: usize) {
+    pub fn notify_watches(&mut self, kind: usize) {
         for process in 0..self.processes.len() {
             if !std::mem::replace(&mut self.processes[process].told[kind], true) {
                 let (delay, incarnation) = (self.rng.ms(0, self.watch_delay), self.processes[process].incarnation);

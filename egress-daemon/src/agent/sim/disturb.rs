@@ -106,7 +106,7 @@ impl SimCluster {
         let spec = Arc::make_mut(&mut node).spec.get_or_insert_with(NodeSpec::default);
         spec.unschedulable = Some(cordoned);
         if self.server.write(Object::Node(node)).is_some() {
-            self.tell(0);
+            self.notify_watches(0);
         }
     }
 }

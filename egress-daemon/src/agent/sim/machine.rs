@@ -1,5 +1,5 @@
 //! A node: its kernel's state, which outlives the agent, and the agent, which has a real agent's state machine. Only what others
-//! can see is carried out: tables, probes, signs of life, the lease and the status.
+//! can see is carried out: tables, probes, heartbeats, the lease and the status.
 
 use super::{
     super::{able, status},
@@ -218,7 +218,7 @@ impl SimAgent {
         let now = hands.now - self.start;
         match action {
             Action::Probe(name, request) => hands.effects.push(Effect::Probe(name, request)),
-            Action::SignOfLife { able, lease } => {
+            Action::Heartbeat { able, lease } => {
                 let until = |length: Duration| if length.is_zero() { length } else { hands.now + length };
                 (hands.kernel.able_until, hands.kernel.held_until) = (until(able), until(lease));
             }

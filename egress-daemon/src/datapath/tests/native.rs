@@ -152,7 +152,7 @@ impl Rig {
 
 impl Rig {
     /// Sets the reply transport of the other nodes, as their probes do.
-    pub(super) fn wish(&self, transport: u32) {
+    pub(super) fn reply_by(&self, transport: u32) {
         let mut map: Array<MapData, u32> = typed(self.pins(), "REPLY_TRANSPORT").unwrap();
         (0..8).for_each(|index| map.set(index, transport, 0).unwrap());
     }
@@ -200,7 +200,7 @@ fn replies_go_back_to_the_node_that_has_the_port() {
         for (ends, transport) in UNDERLAYS.into_iter().flat_map(|u| [(u, transport::DIRECT), (u, transport::VXLAN)]) {
             rig.write(&gateway(ends, uplink, underlay, transport));
             allow(&rig, &[uplink, underlay]);
-            rig.wish(transport);
+            rig.reply_by(transport);
             let port = port_block::first_port(OTHER_BLOCK);
             for (server, egress) in families() {
                 let reply = seal(ip(server, egress, TCP, &[], &tcp(443, port, 16, &[])));
@@ -242,7 +242,7 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
         let ends = UNDERLAYS[0];
         let view = gateway(ends, uplink, underlay, transport::DIRECT);
         rig.write(&view);
-        rig.wish(transport::DIRECT);
+        rig.reply_by(transport::DIRECT);
         let port = port_block::first_port(OTHER_BLOCK);
         let (server, egress) = families()[0];
         let out = |port: u16| from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, &[7; 600]))));
@@ -313,7 +313,7 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
         rig.write(&small);
         rig.left("too large", &back(port), Some(Counter::XdpLarge));
         rig.write(&view);
-        rig.wish(transport::DEVICE);
+        rig.reply_by(transport::DEVICE);
         rig.left("through the tunnel device", &back(port), Some(Counter::XdpDevice));
         let flags = Maps::open(rig.pins()).unwrap().config.get(0).unwrap().flags;
         assert_ne!(flags & flags::CARRIES, 0);
@@ -332,7 +332,7 @@ fn the_driver_program_forwards_only_what_the_tc_program_would_forward() {
         for ends in UNDERLAYS {
             rig.write(&gateway(ends, uplink, underlay, transport::DIRECT));
             allow(&rig, &[uplink, underlay]);
-            rig.wish(transport::DIRECT);
+            rig.reply_by(transport::DIRECT);
             for (server, egress) in families() {
                 let out = from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, b"question"))));
                 let back = seal(ip(server, egress, UDP, &[], &udp(53, port, b"answer")));

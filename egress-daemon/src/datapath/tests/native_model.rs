@@ -205,7 +205,7 @@ fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tabl
             if step % CHANGE == 0 || random.below(CHANGE) == 0 {
                 tables = Tables::random(&mut random);
                 rig.write(&tables.view(uplink, underlay));
-                rig.wish(tables.replies);
+                rig.reply_by(tables.replies);
                 know_next_hops(&rig, tables.subnet.is_some_and(|(_, known)| known));
                 let both = [uplink, underlay];
                 allow(&rig, if tables.drivers { &both } else { &[] });

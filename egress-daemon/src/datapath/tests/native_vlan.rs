@@ -95,7 +95,7 @@ fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
             rig.write(&view);
             know_next_hops(&rig, true);
             allow(&rig, &[wire.uplink, wire.underlay]);
-            rig.wish(transport);
+            rig.reply_by(transport);
             for (server, egress) in families() {
                 let what = format!("{egress} in VLAN {vlan}, by {transport} over {ends:?}");
                 let packet = from_node(seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[]))));
@@ -133,7 +133,7 @@ fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
         rig.write(&view);
         know_next_hops(&rig, true);
         allow(&rig, &[wire.uplink, wire.underlay]);
-        rig.wish(transport::DIRECT);
+        rig.reply_by(transport::DIRECT);
         let port = port_block::first_port(OTHER_BLOCK);
         let (server, egress) = families()[0];
         let back = |port: u16| seal(ip(server, egress, UDP, &[], &udp(53, port, &[7; 600])));
@@ -218,7 +218,7 @@ fn turned_bits_of_vlan_frames_are_sent_by_the_driver_only_where_tc_sends_them() 
             rig.write(&view);
             know_next_hops(&rig, true);
             allow(&rig, &[wire.uplink, wire.underlay]);
-            rig.wish(transport::DIRECT);
+            rig.reply_by(transport::DIRECT);
             for (server, egress) in families() {
                 let out = from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, b"question"))));
                 let back = tagged(seal(ip(server, egress, UDP, &[], &udp(53, port, b"answer"))), VLAN);

@@ -2,26 +2,26 @@
 
 use std::time::Duration;
 
-/// How many signs of life an agent gives in the time for which the programs trust one.
+/// How many heartbeats an agent sends in the time for which the programs trust one.
 pub const OFTEN: u32 = 8;
 /// How long an agent that was stopped reads what has happened before it announces anything.
 const READ: Duration = Duration::from_secs(1);
 
-/// The times of an agent's signs of life.
+/// The times of an agent's heartbeats.
 #[derive(Clone, Copy, Debug)]
-pub struct Pulse {
+pub struct Heartbeats {
     length: Duration,
     next: Duration,
     silent_until: Duration,
 }
 
-impl Pulse {
-    /// An agent that begins to give signs of life now; the programs trust each for `length`.
+impl Heartbeats {
+    /// An agent that begins to send heartbeats now; the programs trust each for `length`.
     pub fn new(length: Duration, now: Duration) -> Self {
         Self { length, next: now, silent_until: now }
     }
 
-    /// Whether a sign of life is due. If the agent was stopped for so long that its last one has expired, the node may have lost its
+    /// Whether a heartbeat is due. If the agent was stopped for so long that its last one has expired, the node may have lost its
     /// egress IPs: the agent reads what has happened before it claims any.
     pub fn look(&mut self, now: Duration) -> bool {
         if now >= self.next + self.length {
@@ -31,8 +31,8 @@ impl Pulse {
         now >= self.next
     }
 
-    /// A sign of life was given.
-    pub fn said(&mut self, now: Duration) {
+    /// A heartbeat was sent.
+    pub fn sent(&mut self, now: Duration) {
         self.next = now + self.length / OFTEN;
     }
 
@@ -41,7 +41,7 @@ impl Pulse {
         now >= self.silent_until
     }
 
-    /// When the next sign of life is due.
+    /// When the next heartbeat is due.
     pub fn next(&self) -> Duration {
         self.next
     }
