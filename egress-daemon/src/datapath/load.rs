@@ -270,23 +270,38 @@ impl Programs {
 
     /// The same from any object: tests use one of another version.
     pub(super) fn load_from(bytes: &[u8], pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
+        let mut programs = Self::open(bytes, pins, sizes)?;
+        for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
+            programs.find(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
+        }
+        for name in NATIVE {
+            let refused = programs.find_native(name)?.load().err().map(|error| error.to_string());
+            programs.not_native = programs.not_native.or(refused);
+        }
+        programs.begin(pins)
+    }
+
+    /// The same, but each program is loaded when [`get`](Self::get) or [`native`](Self::native) is first asked for it. The verification of
+    /// all of them would be most of the time that a test takes.
+    #[cfg(test)]
+    pub(super) fn load_lazily(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
+        Self::open(OBJECT, pins, sizes)?.begin(pins)
+    }
+
+    /// Makes the maps, or opens those that are pinned.
+    fn open(bytes: &[u8], pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         prepare(pins)?;
         let object = parse(bytes)?;
         grown::set_aside(pins, &object)?;
         let kept_events = keep_events(pins, sizes.events_room())?;
-        let ebpf = open(bytes, object, pins, sizes, None)?;
-        let mut programs = Self { ebpf, not_native: None, kept_events };
-        for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
-            programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
-        }
-        for name in NATIVE {
-            let refused = programs.native(name)?.load().err().map(|error| error.to_string());
-            programs.not_native = programs.not_native.or(refused);
-        }
+        Ok(Self { ebpf: open(bytes, object, pins, sizes, None)?, not_native: None, kept_events })
+    }
+
+    fn begin(mut self, pins: &Pins) -> Result<Self, LoadError> {
         grown::carry_over(pins)?;
-        programs.start_collector()?;
+        self.start_collector()?;
         give_back();
-        Ok(programs)
+        Ok(self)
     }
 
     /// Loads the programs of a trace against the same maps: those of [`load`](Self::load), with the same sizes, without those for
@@ -296,7 +311,7 @@ impl Programs {
         let ebpf = open(TRACE_OBJECT, object, pins, sizes, Some(filter))?;
         let mut programs = Self { ebpf, not_native: None, kept_events: true };
         for name in PROGRAMS.into_iter().chain([COLLECTOR]) {
-            programs.get(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
+            programs.find(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
         }
         // It only sets the clock.
         programs.start_collector()?;
@@ -311,13 +326,31 @@ impl Programs {
 
     /// A program by its name.
     pub fn get(&mut self, program: &'static str) -> Result<&mut SchedClassifier, LoadError> {
+        let found = self.find(program)?;
+        #[cfg(test)]
+        if found.fd().is_err() {
+            found.load().map_err(|source| LoadError::Program { program, source })?;
+        }
+        Ok(found)
+    }
+
+    /// A program for drivers by its name.
+    pub fn native(&mut self, program: &'static str) -> Result<&mut Xdp, LoadError> {
+        let found = self.find_native(program)?;
+        #[cfg(test)]
+        if found.fd().is_err() {
+            found.load().map_err(|source| LoadError::Program { program, source })?;
+        }
+        Ok(found)
+    }
+
+    fn find(&mut self, program: &'static str) -> Result<&mut SchedClassifier, LoadError> {
         let missing = || LoadError::Object(format!("it has no program {program}"));
         let program = self.ebpf.program_mut(program).ok_or_else(missing)?;
         program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))
     }
 
-    /// A program for drivers by its name.
-    pub fn native(&mut self, program: &'static str) -> Result<&mut Xdp, LoadError> {
+    fn find_native(&mut self, program: &'static str) -> Result<&mut Xdp, LoadError> {
         let missing = || LoadError::Object(format!("it has no program {program}"));
         let program = self.ebpf.program_mut(program).ok_or_else(missing)?;
         program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))

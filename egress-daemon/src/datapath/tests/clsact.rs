@@ -33,7 +33,7 @@ fn ids(filters: &str) -> Vec<u32> {
 }
 
 fn attacher(dir: &BpfDir) -> (Attacher, BTreeMap<&'static str, u32>) {
-    let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
+    let mut programs = Programs::load_lazily(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let ids = crate::datapath::load::PROGRAMS.map(|p| (p, programs.get(p).unwrap().info().unwrap().id()));
     (Attacher::new(programs, dir.pins.clone(), Mode::Clsact), ids.into())
 }
@@ -102,7 +102,7 @@ fn clsact_order_our_filter_is_the_first_whoever_comes() {
         let live = BTreeMap::from([(index, "pod".to_owned())]);
         let both = hooks(&[("pod_egress", index), ("pod_ingress", index)]);
         let (mut ours, own) = attacher(&dir);
-        let mut strangers = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
+        let mut strangers = Programs::load_lazily(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
         let mut come = |direction: TcAttachType, priority: u16| {
             let program = strangers.get("tunnel_ingress").unwrap();
             let options = NlOptions { priority, ..NlOptions::default() };
@@ -153,7 +153,7 @@ fn syn_ack_programs_of_others_are_found_where_packets_come_in() {
         assert_eq!(lookout.look(&live, &own, true), None);
         sync(&mut ours, &hooks(&[("pod_egress", index), ("pod_ingress", index)]), &live);
         assert_eq!(lookout.look(&live, &own, true), None, "our own do not count");
-        let mut strangers = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
+        let mut strangers = Programs::load_lazily(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
         let program = strangers.get("tunnel_ingress").unwrap();
         let mut come = |direction, options| {
             let link = program.attach_with_options("pod", direction, options).unwrap();

@@ -88,7 +88,7 @@ struct Idle {
 impl Kernel {
     fn new(test: &str, max_flows: u32) -> Option<(Self, Programs)> {
         let dir = BpfDir::new(test)?;
-        let programs = Programs::load(&dir.pins, Sizes { max_flows, ..Sizes::default() }).unwrap();
+        let programs = Programs::load_lazily(&dir.pins, Sizes { max_flows, ..Sizes::default() }).unwrap();
         let mut maps = Maps::open(&dir.pins).unwrap();
         let record = egress_common::egress::EgressIp {
             addr: net::any(address()),

@@ -121,7 +121,7 @@ fn a_full_buffer_keeps_no_packet_waiting_and_what_is_lost_is_in_the_log() {
 #[test]
 fn without_the_log_nothing_is_told_and_its_buffer_follows_the_mode() {
     let Some(dir) = BpfDir::new("events-modes") else { return };
-    let load = |flow_events| Programs::load(&dir.pins, Sizes { max_flows: 256, flow_events }).unwrap();
+    let load = |flow_events| Programs::load_lazily(&dir.pins, Sizes { max_flows: 256, flow_events }).unwrap();
     let size = || aya::maps::MapInfo::from_pin(dir.pins.map("FLOW_EVENTS")).unwrap().max_entries();
     for (events, kept, bytes) in [
         (0, false, limits::FLOW_EVENTS_UNUSED as u32),

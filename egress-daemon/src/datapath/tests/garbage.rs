@@ -85,7 +85,7 @@ fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
     // The agent gives up at a policy that names a table outside the map; without policies it gets further.
     for (seed, without) in [(1, ""), (0x5eed_5eed, "POLICIES"), (0x0123_4567_89ab_cdef, "POLICIES")] {
         let Some(dir) = BpfDir::new(&format!("garbage-{seed}")) else { return };
-        let mut programs = Programs::load(&dir.pins, Sizes { max_flows: 256, ..Sizes::default() }).unwrap();
+        let mut programs = Programs::load_lazily(&dir.pins, Sizes { max_flows: 256, ..Sizes::default() }).unwrap();
         let taken = fill(&dir, &mut Noise(seed), without);
         assert!(taken > 500, "the kernel took only {taken} entries");
 

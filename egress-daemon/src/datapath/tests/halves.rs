@@ -116,7 +116,7 @@ fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
     let mut view = scene();
     view.config.as_mut().unwrap().udp = limits::UDP_SECS as u32;
     let Some(mut rig) = Rig::new("create-race", &view) else { return };
-    let mut others = Programs::load(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
+    let mut others = Programs::load_lazily(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
     let frames: Vec<Vec<u8>> = (0..RACES)
         .map(|n| seal(ip(addr(POD4), server(u32::from(n) / 64), UDP, &[], &udp(20_000 + n, 443, b"data"))))
         .collect();

@@ -343,7 +343,7 @@ fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
         .collect();
     let Some(rig) = Rig::new(test, &view(0, false, &interfaces)) else { return };
     let tables = FlowTables::open(rig.pins());
-    let others = Programs::load(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
+    let others = Programs::load_lazily(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
     let (nat, datagrams) = (Nat::default(), Datagrams::default());
     let mut world = NatFixture { rig, tables, interfaces, others, nat, datagrams, wire: Wire::open() };
     prepare(&mut world);

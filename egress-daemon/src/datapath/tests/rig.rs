@@ -171,7 +171,7 @@ impl Rig {
 
     pub fn of_size(test: &str, view: &NodeView, sizes: Sizes) -> Option<Self> {
         let dir = BpfDir::new(test)?;
-        let programs = Programs::load(&dir.pins, sizes).unwrap();
+        let programs = Programs::load_lazily(&dir.pins, sizes).unwrap();
         let writer = MapWriter::open(Maps::open(&dir.pins).unwrap()).unwrap();
         let mut rig = Self { programs, encoder: Encoder::recover(writer.present()), writer, dir };
         rig.write(view);

@@ -82,7 +82,7 @@ impl Wire {
         }
         let outlets = ["out", "under"].map(Tap::new);
         let (uplink, underlay) = next_hops(&net).await;
-        let programs = Programs::load(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
+        let programs = Programs::load_lazily(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
         let mut attacher = Attacher::new(programs, rig.pins().clone(), mode());
         let errors = attacher.sync(&wanted, &live, true);
         assert!(errors.is_empty(), "{errors:?}");

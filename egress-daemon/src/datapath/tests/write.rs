@@ -285,7 +285,7 @@ fn quadratic_one_pod_among_thousands_costs_a_handful_of_writes() {
 #[test]
 fn real_maps_hold_exactly_what_was_written_last() {
     let Some(dir) = BpfDir::new("write") else { return };
-    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
+    let _programs = Programs::load_lazily(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let mut writer = writer(&dir);
     assert_eq!(writer.present(), &Tables::default());
     let mut encoder = Encoder::recover(writer.present());
@@ -302,7 +302,7 @@ fn real_maps_hold_exactly_what_was_written_last() {
 #[test]
 fn the_generation_grows_with_every_change_of_classification() {
     let Some(dir) = BpfDir::new("generation") else { return };
-    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
+    let _programs = Programs::load_lazily(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let mut writer = writer(&dir);
     let mut encoder = Encoder::recover(writer.present());
     let mut view = some_views(1).remove(0);
@@ -329,7 +329,7 @@ fn the_generation_grows_with_every_change_of_classification() {
 #[test]
 fn a_map_that_refuses_leaves_a_part_and_the_next_write_completes_it() {
     let Some(dir) = BpfDir::new("refuse") else { return };
-    let _programs = Programs::load(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
+    let _programs = Programs::load_lazily(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let mut writer = writer(&dir);
     let mut encoder = Encoder::recover(writer.present());
     let mut views = some_views(4);
