@@ -68,7 +68,6 @@ const UNIT: &[&str] = &[
     "datapath::tests::clsact",
     "datapath::tests::collector",
     "datapath::tests::fuzz",
-    "datapath::tests::garbage",
     "datapath::tests::gateway",
     "datapath::tests::halves",
     "datapath::tests::load",

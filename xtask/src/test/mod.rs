@@ -28,7 +28,7 @@ use tally::Tally;
 
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// How many seeds of the simulated cluster a whole run tries.
-const SEEDS: &str = "10000";
+const SEEDS: &str = "3000";
 /// It gets what the other tests leave of the processors.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(90 * 60);
 /// The end-to-end tests, over one transport or on Kubernetes.
