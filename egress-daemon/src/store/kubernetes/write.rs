@@ -32,6 +32,10 @@ pub(super) async fn write(
     if verb == Verb::ReplaceStatus && target.kind.is_foreign() && !differs(&cache, &target, &object) {
         return Ok(object);
     }
+    // Somebody has made the object meanwhile. The API server would call the update invalid.
+    if verb == Verb::Replace && object.pointer("/metadata/resourceVersion").is_none() {
+        return Err(StoreError::Conflict(target));
+    }
     let sent = Instant::now();
     let version = match verb {
         Verb::ReplaceStatus => target.kind.resource_for_status(&object),
