@@ -98,11 +98,12 @@ impl Carriers {
                 _ => {}
             }
         }
-        self.lingers.retain(|_, until| c.now < *until);
+        self.lingers.retain(|ip, until| c.now < *until && c.objects.plan.egress_ips.contains_key(ip));
         // Away from the API server, this node cannot take its report back, and may be planned to carry the address again meanwhile.
         let reported = c.objects.snapshot.report(&c.node).into_iter().flat_map(|own| own.carries.iter().copied());
-        self.lingers.extend(carried.into_iter().chain(reported).map(|ip| (ip, c.now + LINGER)));
-        self.lingers.retain(|ip, _| planned(ip) && !self.carried.contains(ip));
+        let left = carried.into_iter().chain(reported).filter(planned);
+        self.lingers.extend(left.map(|ip| (ip, c.now + LINGER)));
+        self.lingers.retain(|ip, _| !self.carried.contains(ip));
     }
 
     /// The carriers that this node's packets of an egress IP go to, the first one first.

@@ -128,6 +128,17 @@ fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_kno
 }
 
 #[test]
+fn a_former_carrier_goes_on_forwarding_if_nobody_is_left_to_carry_the_address() {
+    let (mut world, mut carriers, left) = (FactsFixture::new(), Carriers::default(), ip(OWNED[2].0));
+    world.decide(&mut carriers, Duration::ZERO);
+    for next in [&["g2"][..], &[]] {
+        carried_by(&mut world, 2, next);
+        world.decide(&mut carriers, Duration::ZERO);
+        assert!(carriers.forwards(left), "source nodes may not have read that {next:?} carry it");
+    }
+}
+
+#[test]
 fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
     let (mut world, left) = (FactsFixture::new(), ip(OWNED[2].0));
     carried_by(&mut world, 2, &["g2"]);
