@@ -5,6 +5,7 @@
 
 use super::cache::Cache;
 use super::follow::{of_kind, value};
+use super::trim::version;
 use crate::api::Violation;
 use crate::store::{Guard, Kind, ObjectRef, StoreError, Verb, Write};
 use k8s_openapi::api::coordination::v1::Lease;
@@ -32,8 +33,8 @@ pub(super) async fn write(
     if verb == Verb::ReplaceStatus && target.kind.is_foreign() && !differs(&cache, &target, &object) {
         return Ok(object);
     }
-    // Somebody has made the object meanwhile. The API server would call the update invalid.
-    if verb == Verb::Replace && object.pointer("/metadata/resourceVersion").is_none() {
+    // The writer saw no object, and somebody has made one. The API server would call an update invalid, and delete without a condition.
+    if verb != Verb::Create && version(&object).is_empty() {
         return Err(StoreError::Conflict(target));
     }
     let sent = Instant::now();
