@@ -4,7 +4,7 @@ use super::{Pins, grown};
 use aya::{
     Ebpf, EbpfLoader, VerifierLogLevel,
     maps::MapInfo,
-    programs::{SchedClassifier, TestRun as _, TestRunOptions, Xdp},
+    programs::{Program, ProgramError, SchedClassifier, TestRun as _, TestRunOptions, Xdp},
     util::KernelVersion,
 };
 use egress_common::{abi::LAYOUT_VERSION, config::flags, limits, trace::TraceFilter};
@@ -132,7 +132,7 @@ pub enum LoadError {
         /// Its name.
         program: &'static str,
         /// The kernel's error, with the verifier's log.
-        source: aya::programs::ProgramError,
+        source: ProgramError,
     },
     /// The kernel does not report the length of its ticks.
     #[error("the kernel does not report the resolution of CLOCK_MONOTONIC_COARSE: {0}")]
@@ -272,11 +272,15 @@ impl Programs {
     pub(super) fn load_from(bytes: &[u8], pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         let mut programs = Self::open(bytes, pins, sizes)?;
         for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
-            programs.find(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
+            programs.load_one(name)?;
         }
         for name in NATIVE {
-            let refused = programs.find_native(name)?.load().err().map(|error| error.to_string());
-            programs.not_native = programs.not_native.or(refused);
+            match programs.load_one(name) {
+                Err(LoadError::Program { source, .. }) => {
+                    programs.not_native.get_or_insert(source.to_string());
+                }
+                loaded => loaded?,
+            }
         }
         programs.begin(pins)
     }
@@ -311,7 +315,7 @@ impl Programs {
         let ebpf = open(TRACE_OBJECT, object, pins, sizes, Some(filter))?;
         let mut programs = Self { ebpf, not_native: None, kept_events: true };
         for name in PROGRAMS.into_iter().chain([COLLECTOR]) {
-            programs.find(name)?.load().map_err(|source| LoadError::Program { program: name, source })?;
+            programs.load_one(name)?;
         }
         // It only sets the clock.
         programs.start_collector()?;
@@ -326,34 +330,37 @@ impl Programs {
 
     /// A program by its name.
     pub fn get(&mut self, program: &'static str) -> Result<&mut SchedClassifier, LoadError> {
-        let found = self.find(program)?;
-        #[cfg(test)]
-        if found.fd().is_err() {
-            found.load().map_err(|source| LoadError::Program { program, source })?;
-        }
-        Ok(found)
+        self.of_kind(program)
     }
 
     /// A program for drivers by its name.
     pub fn native(&mut self, program: &'static str) -> Result<&mut Xdp, LoadError> {
-        let found = self.find_native(program)?;
+        self.of_kind(program)
+    }
+
+    fn of_kind<P>(&mut self, program: &'static str) -> Result<&mut P, LoadError>
+    where
+        for<'a> &'a mut P: TryFrom<&'a mut Program, Error = ProgramError>,
+    {
         #[cfg(test)]
-        if found.fd().is_err() {
-            found.load().map_err(|source| LoadError::Program { program, source })?;
+        if self.find(program)?.fd().is_err() {
+            self.load_one(program)?;
         }
-        Ok(found)
+        self.find(program)?.try_into().map_err(|error: ProgramError| LoadError::Object(error.to_string()))
     }
 
-    fn find(&mut self, program: &'static str) -> Result<&mut SchedClassifier, LoadError> {
-        let missing = || LoadError::Object(format!("it has no program {program}"));
-        let program = self.ebpf.program_mut(program).ok_or_else(missing)?;
-        program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))
+    fn load_one(&mut self, program: &'static str) -> Result<(), LoadError> {
+        let loaded = match self.find(program)? {
+            Program::SchedClassifier(found) => found.load(),
+            Program::Xdp(found) => found.load(),
+            _ => Err(ProgramError::UnexpectedProgramType),
+        };
+        loaded.map_err(|source| LoadError::Program { program, source })
     }
 
-    fn find_native(&mut self, program: &'static str) -> Result<&mut Xdp, LoadError> {
+    fn find(&mut self, program: &'static str) -> Result<&mut Program, LoadError> {
         let missing = || LoadError::Object(format!("it has no program {program}"));
-        let program = self.ebpf.program_mut(program).ok_or_else(missing)?;
-        program.try_into().map_err(|e: aya::programs::ProgramError| LoadError::Object(e.to_string()))
+        self.ebpf.program_mut(program).ok_or_else(missing)
     }
 
     /// The kernel's number of a program.
