@@ -84,7 +84,7 @@ impl Printable for ConnectivityView {
     }
 }
 
-/// Runs the test, and removes what it made, even if it is interrupted. `progress` receives its progress.
+/// Runs the test, and removes what it made, even if it is interrupted. `progress` is called with each step.
 pub fn test(kubectl: &Kubectl, options: &Options, progress: impl Fn(&str)) -> Result<ConnectivityView> {
     if options.servers.is_empty() {
         bail!("name a server outside the cluster with --server; on a machine there run: egressctl connectivity serve");

@@ -30,7 +30,7 @@ const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// How many seeds of the simulated cluster a whole run tries.
 const SEEDS: &str = "3000";
 /// It gets what the other tests leave of the processors.
-const SIMULATION_TIMEOUT: Duration = Duration::from_secs(90 * 60);
+const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
 /// The end-to-end tests, over one transport or on Kubernetes.
 const LAB_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 

@@ -195,7 +195,7 @@ impl World {
         world
     }
 
-    fn events(&self, events: impl IntoIterator<Item = Event>) {
+    fn report(&self, events: impl IntoIterator<Item = Event>) {
         self.script.0.borrow_mut().events.extend(events);
     }
 
@@ -241,13 +241,13 @@ fn web(surely: bool) -> Vec<(String, bool)> {
 #[test]
 fn a_flow_is_found_while_it_lives_and_after_its_end_with_pod_policy_and_server() {
     let mut world = World::new();
-    world.events([event(what::BEGAN, 1100, 10, 10)]);
+    world.report([event(what::BEGAN, 1100, 10, 10)]);
     world.look(11);
     world.look(100);
     assert_eq!(world.pods(1100, 50), web(true));
     // The pod, its policy and its egress IP are removed; then the flow.
     *world.script.0.borrow_mut() = Told::default();
-    world.events([event(what::ENDED, 1100, 10, 120), event(what::REFUSED, 1101, 10, 30)]);
+    world.report([event(what::ENDED, 1100, 10, 120), event(what::REFUSED, 1101, 10, 30)]);
     world.look(125);
     world.look(200);
     let (likely, doubts) = world.ask(1100, 50);
@@ -267,7 +267,7 @@ fn a_flow_is_found_while_it_lives_and_after_its_end_with_pod_policy_and_server()
 #[test]
 fn a_flow_that_lives_through_files_is_one_and_ends_when_it_ends() {
     let mut world = World::new();
-    world.events([event(what::BEGAN, 1100, 10, 10)]);
+    world.report([event(what::BEGAN, 1100, 10, 10)]);
     world.look(11);
     for hour in 1..4 {
         world.look(hour * 3400);
@@ -275,7 +275,7 @@ fn a_flow_that_lives_through_files_is_one_and_ends_when_it_ends() {
     assert_eq!(world.files("parquet"), 3);
     assert_eq!(world.pods(1100, 9000), web(true));
     world.script.0.borrow_mut().names.clear();
-    world.events([event(what::ENDED, 1100, 10, 10_200)]);
+    world.report([event(what::ENDED, 1100, 10, 10_200)]);
     world.look(10_201);
     world.look(20_000);
     assert_eq!(world.pods(1100, 5000), web(true));
@@ -286,11 +286,11 @@ fn a_flow_that_lives_through_files_is_one_and_ends_when_it_ends() {
 #[test]
 fn an_agent_that_comes_back_goes_on_and_a_node_that_starts_again_does_not() {
     let mut world = World::new();
-    world.events([event(what::BEGAN, 1100, 10, 10)]);
+    world.report([event(what::BEGAN, 1100, 10, 10)]);
     world.look(11);
     world.restart(true, true);
     // Reported while no agent ran.
-    world.events([event(what::ENDED, 1100, 10, 60), event(what::BEGAN, 1101, 70, 70)]);
+    world.report([event(what::ENDED, 1100, 10, 60), event(what::BEGAN, 1101, 70, 70)]);
     world.look(80);
     assert_eq!(world.ask(1100, 40).1, []);
     assert_eq!((world.pods(1100, 40), world.ask(1100, 70)), (web(true), (vec![], vec![])));
@@ -319,7 +319,7 @@ fn what_is_lost_is_counted_and_told_in_the_log() {
     world.script.0.borrow_mut().lost = 5;
     world.script.0.borrow_mut().egress_ips.clear();
     world.restart(true, true);
-    world.events([event(what::ENDED, 1100, 10, 20)]);
+    world.report([event(what::ENDED, 1100, 10, 20)]);
     world.look(40);
     world.look(60);
     let lost = |at| world.ask(1100, at).1;
