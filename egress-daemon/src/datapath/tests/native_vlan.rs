@@ -77,7 +77,7 @@ pub(super) fn assert_as_at_tc(
     if !rig.decapsulates() && is_mixed(frame) {
         return;
     }
-    let theirs = wire.carry(tc, frame).unwrap_or_else(|| panic!("{what}: nothing is sent at TC"));
+    let theirs = wire.sent(tc, frame).unwrap_or_else(|| panic!("{what}: nothing is sent at TC"));
     assert_eq!(comparable(mine, by_vxlan), comparable(theirs, by_vxlan), "{what}");
 }
 

@@ -9,11 +9,15 @@ use crate::{
     },
     host::testing::Net,
 };
+use nix::poll::{PollFd, PollFlags, poll};
 use std::{
     collections::BTreeMap,
     fs::{File, OpenOptions},
     io::{ErrorKind, Read as _, Write as _},
-    os::{fd::AsRawFd as _, unix::fs::OpenOptionsExt as _},
+    os::{
+        fd::{AsFd as _, AsRawFd as _},
+        unix::fs::OpenOptionsExt as _,
+    },
 };
 
 /// `TUNSETIFF`, and the flags of a TAP device that delivers bare frames (linux/if_tun.h).
@@ -21,6 +25,8 @@ const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 const TAP: libc::c_short = 0x0002 | 0x1000;
 /// Longer than any frame of a test.
 const LONGEST: usize = 4096;
+/// How long a frame may take, in milliseconds.
+const PATIENCE: u16 = 10_000;
 
 /// The host's end of a wire.
 struct Tap(File);
@@ -89,7 +95,7 @@ impl Wire {
         Self { inlets, outlets, uplink, underlay, _attached: attacher }
     }
 
-    /// Lets a frame arrive at a program at TC. Returns the frame that leaves.
+    /// Lets a frame arrive at a program at TC. Returns the frame that has left at once.
     pub fn carry(&self, program: &str, frame: &[u8]) -> Option<Vec<u8>> {
         while self.outlets.iter().any(|tap| tap.next().is_some()) {}
         let (tap, mac) = &self.inlets[program];
@@ -98,6 +104,23 @@ impl Wire {
             frame[..6].copy_from_slice(mac);
         }
         (&tap.0).write_all(&frame).unwrap();
+        self.left()
+    }
+
+    /// Waits for the frame that leaves. The kernel sends on its own through these interfaces, and whatever finds it at that waits in a queue.
+    pub fn sent(&self, program: &str, frame: &[u8]) -> Option<Vec<u8>> {
+        let mut left = self.carry(program, frame);
+        while left.is_none() {
+            let mut outlets = self.outlets.each_ref().map(|tap| PollFd::new(tap.0.as_fd(), PollFlags::POLLIN));
+            if poll(&mut outlets, PATIENCE).unwrap() == 0 {
+                return None;
+            }
+            left = self.left();
+        }
+        left
+    }
+
+    fn left(&self) -> Option<Vec<u8>> {
         self.outlets.iter().find_map(Tap::next)
     }
 }
