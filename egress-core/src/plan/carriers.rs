@@ -52,8 +52,12 @@ pub fn orders(items: &[Floating<'_>], nodes: &[GatewayNode], decisions: &[Decisi
     orders
 }
 
+/// By how many egress IPs a previous next carrier may exceed the one that has the fewest. Without it, one egress IP more would make the next
+/// carriers of all others move by one.
+const SLACK: u32 = 1;
+
 /// The node that gets an egress IP when its owner dies: the gateway that it goes back to anyway; else the previous next one, as long as
-/// no other has fewer; else the one that has the fewest.
+/// no other has many fewer ([`SLACK`]); else the one that has the fewest.
 fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>, decision: &Decision) -> Option<u32> {
     let other = |node: &u32| decision.owner != Some(*node);
     let home = decision.preferred.filter(|node| other(node) && nodes[*node as usize].stands_by());
@@ -72,7 +76,7 @@ fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>
         let same = proven && near(*node) == near(best);
         item.selects(*node) && nodes[*node as usize].stands_by() && same && loads.has_room(at, *node, None)
     });
-    Some(before.filter(|node| !item.first && loads.total(*node) <= loads.total(best)).unwrap_or(best))
+    Some(before.filter(|node| !item.first && loads.total(*node) <= loads.total(best) + SLACK).unwrap_or(best))
 }
 
 /// The other carriers of an egress IP: where zones matter those of the owner's zone first, then by weight.

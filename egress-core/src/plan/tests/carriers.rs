@@ -107,6 +107,21 @@ fn the_addresses_of_a_gateway_have_their_next_carriers_spread_evenly() {
 }
 
 #[test]
+fn an_egress_ip_more_changes_few_other_orders() {
+    let (mut snapshot, health) = cluster(5, 1);
+    pools(&mut snapshot, &[1; 100]);
+    let mut before = plan(&snapshot, &health, &Plan::default());
+    for n in 100..200 {
+        report(&mut snapshot, &before);
+        add_policy(&mut snapshot, policy(&format!("policy{n}"), Source::Pools(vec![request("public", 1)])));
+        let after = plan(&snapshot, &health, &before);
+        let old = carriers(&before).into_iter().filter(|(address, old)| after.egress_ips[address].carriers != *old);
+        assert!(old.count() <= 1, "{n}");
+        before = after;
+    }
+}
+
+#[test]
 fn with_zones_carriers_in_the_owners_zone_come_first() {
     let (mut snapshot, health) = cluster(6, 1);
     for (n, node) in snapshot.nodes.values_mut().enumerate() {
