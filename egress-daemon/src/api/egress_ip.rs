@@ -125,7 +125,8 @@ pub struct EgressIPStatus {
     #[schemars(with = "i64", range(min = 0))]
     pub epoch: u64,
 
-    /// How many port blocks of the address each source node may count on.
+    /// How many port blocks of the address each source node may count on: exact where blocks are scarce, otherwise within a factor of
+    /// two, so that not each source node costs a write.
     #[serde(default)]
     #[schemars(with = "i32", range(min = 0, max = 1008))]
     pub block_share: u32,

@@ -117,6 +117,12 @@ pub(super) fn is_news_of_egress_ip(old: &EgressIPStatus, new: &EgressIPStatus) -
     old.blocks_scarce || old.blocks_starved || EgressIPStatus { block_share: new.block_share, ..old.clone() } != *new
 }
 
+/// Whether the shares of each node differ so much that nodes would keep too many blocks, or too few.
+fn is_far(old: &EgressIPStatus, new: &EgressIPStatus) -> bool {
+    let (less, more) = (old.block_share.min(new.block_share), old.block_share.max(new.block_share));
+    more > 2 * less
+}
+
 async fn statuses<T>(
     store: &Store,
     applied: &mut Applied,
@@ -143,9 +149,14 @@ async fn egress_ip(store: &Store, wanted: EgressIP, which: Differences) -> Resul
             (store.replace(&wanted).await?, 1)
         }
         Some(current) if current.status != wanted.status => {
-            let is_news = |(old, new): (&EgressIPStatus, &EgressIPStatus)| is_news_of_egress_ip(old, new);
-            if which == Differences::News && !current.status.as_ref().zip(wanted.status.as_ref()).is_none_or(is_news) {
-                return Ok(Written::Later);
+            if let Some((old, new)) = current.status.as_ref().zip(wanted.status.as_ref())
+                && !is_news_of_egress_ip(old, new)
+            {
+                match (is_far(old, new), which) {
+                    (false, _) => return Ok(Written::Times(0)),
+                    (true, Differences::News) => return Ok(Written::Later),
+                    (true, Differences::All) => {}
+                }
             }
             let metadata = wanted.metadata.clone();
             (EgressIP { metadata, ..current.as_ref().clone() }, 0)
