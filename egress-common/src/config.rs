@@ -56,6 +56,8 @@ pub mod flags {
     /// Another party's program may deliver packets to a pod past `pod_ingress`, so a SYN+ACK without a record may answer a SYN that
     /// came that way.
     pub const UNSEEN_INBOUND: u32 = 32;
+    /// Packets of egress IPs arrive or leave by a VLAN device: programs at drivers look into `VLANS`.
+    pub const VLANS: u32 = 64;
 }
 
 /// The record in a map that no agent has written yet.

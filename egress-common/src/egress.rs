@@ -205,3 +205,13 @@ map_type! {
         pub reserved: u16,
     } size 8
 }
+
+map_type! {
+    /// Key and value of `VLANS`: one side of a VLAN device. At its card, frames have a tag; at the device, they have none.
+    pub struct VlanSide {
+        /// Interface index: the card's, or the device's.
+        pub ifindex: u32,
+        /// The VLAN, 1 to 4094; 0: frames have no tag.
+        pub vlan: u32,
+    } size 8
+}

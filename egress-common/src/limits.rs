@@ -46,6 +46,8 @@ pub const MAX_UPLINKS: usize = 1_024;
 pub const MAX_HOPS: usize = 1_024;
 /// Interfaces that a gateway sends on before there is a socket buffer.
 pub const MAX_DEVICES: usize = 256;
+/// Sides of VLAN devices: the device itself, its card, and each port of that card.
+pub const MAX_VLAN_SIDES: usize = 1_024;
 /// Entries of all Maglev tables together, in chunks of [`MAGLEV_CHUNK`].
 pub const MAX_MAGLEV_CHUNKS: usize = 32_768;
 /// Maglev entries in one element of the map.

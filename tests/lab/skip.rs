@@ -4,6 +4,10 @@ use std::fs::File;
 use std::io::Write;
 use std::process::{Command, Stdio};
 
+use anyhow::Result;
+
+use crate::scope::Scope;
+
 /// Why tests of the lab cannot run here, if so: not root, or a program or kernel feature is missing.
 pub fn obstacle() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
@@ -22,6 +26,20 @@ pub fn obstacle() -> Option<String> {
         );
     }
     None
+}
+
+/// Why this kernel's drivers cannot serve VLAN devices by XDP, if so.
+pub fn no_vlan_devices_by_xdp() -> Result<Option<&'static str>> {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let mut numbers = release.split('.').map_while(|number| number.parse::<u32>().ok());
+    if [numbers.next(), numbers.next()] < [Some(6), Some(3)] {
+        return Ok(Some("this kernel does not report what drivers can do: Linux 6.3 or later does"));
+    }
+    let mut scope = Scope::open()?;
+    let ns = scope.namespace("vlans")?;
+    let lines = ["link add card type veth peer name other", "link add link card name device type vlan id 1"];
+    let made = ns.ip(&lines.map(str::to_owned));
+    Ok(made.is_err().then_some("this kernel has no VLAN devices (8021q)"))
 }
 
 /// Records that `test` was skipped, in the file that SPILLWAY_SKIPS names (and on standard error).

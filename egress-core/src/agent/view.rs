@@ -99,14 +99,14 @@ pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective:
         // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
         transports: BTreeMap::new(),
         macs: macs(facts),
-        uplinks: macs_of(&facts.links, facts.roles.uplinks.iter().chain(facts.roles.underlays.keys())),
+        uplinks: macs_of(&facts.links, facts.roles.gateway_interfaces()),
         config: Some(config),
     }
 }
 
 /// The MAC addresses of interfaces on which packets of egress IPs arrive.
-fn macs_of<'a>(links: &LinkTable, indices: impl Iterator<Item = &'a u32>) -> BTreeMap<u32, [u8; 6]> {
-    indices.filter_map(|index| Some((*index, links.links.get(index)?.mac?.0))).collect()
+fn macs_of(links: &LinkTable, indices: impl Iterator<Item = u32>) -> BTreeMap<u32, [u8; 6]> {
+    indices.filter_map(|index| Some((index, links.links.get(&index)?.mac?.0))).collect()
 }
 
 /// Where a node receives tunnelled packets: which of its addresses in Kubernetes its agent prefers, or else all of them.

@@ -88,6 +88,14 @@ pub struct Roles {
     pub exits: BTreeSet<u32>,
 }
 
+impl Roles {
+    /// The interfaces at which a gateway's packets arrive: uplinks and underlays.
+    pub fn gateway_interfaces(&self) -> impl Iterator<Item = u32> + '_ {
+        let underlays = self.underlays.keys().filter(|index| !self.uplinks.contains(index));
+        self.uplinks.iter().chain(underlays).copied()
+    }
+}
+
 /// Finds the roles. A link keeps its role while it is down, so that nothing is detached for that.
 pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
     let with_default_route: BTreeSet<u32> = table.default_routes.iter().map(|route| route.oif).collect();
@@ -95,12 +103,16 @@ pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
     let candidates =
         || table.links.values().filter(|link| link.kind != LinkKind::Loopback && link.name != rules.tunnel);
 
+    let below = |link: &Link| link.peer.filter(|_| matches!(link.kind, LinkKind::Vlan(_)) && link.peer_netns.is_none());
+    let cards: BTreeSet<u32> = candidates().filter_map(below).collect();
+
     let pods: BTreeSet<u32> = candidates()
         .filter(|link| {
             let looks_like_one = link.kind == LinkKind::Veth
                 && link.peer_netns.is_some()
                 && !has_subnet(link)
                 && !with_default_route.contains(&link.index)
+                && !cards.contains(&link.index)
                 && !named(&rules.uplinks, link);
             looks_like_one || named(&rules.pod_interfaces, link)
         })

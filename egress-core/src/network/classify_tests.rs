@@ -97,6 +97,20 @@ fn link_roles_on_nodes_of_well_known_cnis() {
             &[2],
         ),
         (
+            "a node that is a namespace itself: its uplink is a VLAN device of a veth",
+            table(
+                vec![
+                    pod_veth(2, "eth0", None, &[]),
+                    Link { peer: Some(2), ..with(link(3, "eth0.100"), LinkKind::Vlan(100), &["172.18.0.3/16"]) },
+                    pod_veth(4, "veth1", None, &[]),
+                ],
+                vec![default_route(3, "172.18.0.1")],
+            ),
+            rules(&[], &[]),
+            &[4],
+            &[3],
+        ),
+        (
             "a default route alone makes an uplink",
             table(vec![pod_veth(2, "eth0", None, &["169.254.1.1/32"])], out()),
             rules(&[], &[]),

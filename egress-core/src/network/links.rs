@@ -27,9 +27,11 @@ pub enum LinkKind {
     Bridge,
     /// A VXLAN device.
     Vxlan,
+    /// A VLAN device (802.1Q) of the link below, which is its `peer`: the VLAN.
+    Vlan(u16),
     /// Any other device that encapsulates: the kernel's name for it (geneve, gre, wireguard...).
     Tunnel(String),
-    /// Any other virtual device: the kernel's name for it (vlan, bond, macvlan, dummy...).
+    /// Any other virtual device: the kernel's name for it (bond, macvlan, dummy, a VLAN device of 802.1ad...).
     Other(String),
 }
 
@@ -48,6 +50,7 @@ impl fmt::Display for LinkKind {
             LinkKind::Veth => "veth",
             LinkKind::Bridge => "bridge",
             LinkKind::Vxlan => "vxlan",
+            LinkKind::Vlan(_) => "vlan",
             LinkKind::Tunnel(kind) | LinkKind::Other(kind) => kind,
         })
     }

@@ -1,7 +1,8 @@
 //! Whether a gateway's packets are sent on at the driver of an interface (XDP), or at TC as usual.
 
-use super::links::LinkKind;
-use std::fmt;
+use super::links::{Link, LinkKind, LinkTable};
+use egress_common::egress::VlanSide;
+use std::{collections::BTreeMap, fmt};
 
 /// The setting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -75,17 +76,70 @@ impl Why {
     }
 }
 
-/// Whether the program belongs at the driver of the interface with that name.
-pub fn judge(setting: Xdp, name: &str, driver: &Driver) -> Result<(), Why> {
+/// The links at whose drivers the frames of these interfaces arrive, by index.
+pub fn cards(table: &LinkTable, interfaces: impl Iterator<Item = u32>) -> BTreeMap<u32, &Link> {
+    let card = |index: u32| card(table, table.links.get(&index)?).ok();
+    interfaces.filter_map(card).map(|card| (card.index, card)).collect()
+}
+
+/// The link at whose driver the frames of a link arrive: the card that it is a VLAN device of, or itself.
+fn card<'a>(table: &'a LinkTable, link: &'a Link) -> Result<&'a Link, Why> {
+    let name = &link.name;
+    if !is_vlan(link) {
+        return Ok(link);
+    }
+    if !matches!(link.kind, LinkKind::Vlan(1..=4094)) {
+        return Err(Why::only(format!("{name} is no VLAN device of 802.1Q with a VLAN from 1 to 4094")));
+    }
+    let below = link.peer.filter(|_| link.peer_netns.is_none());
+    match below.and_then(|index| table.links.get(&index)) {
+        None => Err(Why::only(format!("the card of {name} is not in this network namespace"))),
+        Some(below) if is_vlan(below) => Err(Why::only(format!("{name} is in the VLAN of {}: two tags", below.name))),
+        Some(card) => Ok(card),
+    }
+}
+
+/// Whether the link is a VLAN device, of 802.1Q or 802.1ad.
+fn is_vlan(link: &Link) -> bool {
+    matches!(&link.kind, LinkKind::Vlan(_)) || link.kind == LinkKind::Other("vlan".to_owned())
+}
+
+/// Both sides of each VLAN device among these interfaces that is up: from either to the other. The frames of a bond arrive at its ports.
+pub fn vlans(table: &LinkTable, interfaces: impl Iterator<Item = u32>) -> BTreeMap<VlanSide, VlanSide> {
+    let mut sides = BTreeMap::new();
+    for link in interfaces.filter_map(|index| table.links.get(&index)).filter(|link| link.up) {
+        let (LinkKind::Vlan(vlan), Ok(card)) = (&link.kind, card(table, link)) else { continue };
+        let device = VlanSide { ifindex: link.index, vlan: 0 };
+        let at = |link: &Link| VlanSide { ifindex: link.index, vlan: u32::from(*vlan) };
+        let is_bond = card.kind == LinkKind::Other("bond".to_owned());
+        let ports = table.links.values().filter(|port| is_bond && port.master == Some(card.index));
+        sides.extend(ports.chain([card]).map(|link| (at(link), device)));
+        sides.insert(device, at(card));
+    }
+    sides
+}
+
+/// The link at whose driver the program for an interface belongs: the interface itself, or its card. `drivers`: those of [`cards`].
+pub fn place<'a>(
+    setting: Xdp,
+    table: &'a LinkTable,
+    interface: u32,
+    drivers: &BTreeMap<u32, Driver>,
+) -> Result<&'a Link, Why> {
     if setting == Xdp::Off {
         return Err(Why::only("switched off by `xdp`"));
     }
-    if driver.kind == LinkKind::Other("vlan".to_owned()) {
-        let reason = format!(
-            "{name} is a VLAN of a card: a program would have to be at the card, where none is attached for it"
-        );
-        return Err(Why::only(reason));
+    let gone = || Why::only("the interface is gone");
+    let card = card(table, table.links.get(&interface).ok_or_else(gone)?)?;
+    match judge(setting, &card.name, drivers.get(&card.index).ok_or_else(gone)?) {
+        Ok(()) => Ok(card),
+        Err(why) if card.index == interface => Err(why),
+        Err(why) => Err(Why { reason: format!("at its card {}: {}", card.name, why.reason), ..why }),
     }
+}
+
+/// Whether the program belongs at the driver of the link with that name.
+fn judge(setting: Xdp, name: &str, driver: &Driver) -> Result<(), Why> {
     if let Some(stranger) = &driver.stranger {
         return Err(Why::only(format!("another XDP program, {stranger}, is attached")));
     }
@@ -109,18 +163,38 @@ pub fn judge(setting: Xdp, name: &str, driver: &Driver) -> Result<(), Why> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::link;
 
     const ALL: u64 = act::BASIC | act::REDIRECT | act::NDO_XMIT;
+    const CARD: u32 = 2;
+    const DEVICE: u32 = 5;
 
     fn card() -> Driver {
         Driver { kind: LinkKind::Physical, acts: Some(ALL), hides_tags: false, stranger: None }
     }
 
+    fn table(links: impl IntoIterator<Item = Link>) -> LinkTable {
+        LinkTable { links: links.into_iter().map(|link| (link.index, link)).collect(), ..LinkTable::default() }
+    }
+
+    /// The VLAN device of a link.
+    fn device(index: u32, vlan: u16, below: u32) -> Link {
+        Link { kind: LinkKind::Vlan(vlan), peer: Some(below), ..link(index, &format!("eth0.{vlan}")) }
+    }
+
+    /// Where the program for [`DEVICE`] belongs, or why nowhere.
+    fn place_of(device: Link, driver: &Driver) -> Result<u32, String> {
+        let table = table([link(CARD, "eth0"), device]);
+        let drivers = cards(&table, [DEVICE].into_iter()).into_keys().map(|index| (index, driver.clone())).collect();
+        place(Xdp::Native, &table, DEVICE, &drivers).map(|card| card.index).map_err(|why| why.to_string())
+    }
+
     #[test]
     fn a_card_that_can_do_it_does_unless_it_is_switched_off() {
-        assert_eq!(judge(Xdp::Auto, "eth0", &card()), Ok(()));
-        assert_eq!(judge(Xdp::Native, "eth0", &card()), Ok(()));
-        assert!(judge(Xdp::Off, "eth0", &card()).is_err());
+        let (table, drivers) = (table([link(CARD, "eth0")]), [(CARD, card())].into());
+        for (setting, does) in [(Xdp::Auto, true), (Xdp::Native, true), (Xdp::Off, false)] {
+            assert_eq!(place(setting, &table, CARD, &drivers).is_ok(), does, "{setting}");
+        }
     }
 
     #[test]
@@ -136,13 +210,41 @@ mod tests {
     }
 
     #[test]
-    fn a_vlan_of_a_card_is_named_as_what_it_is() {
-        let vlan = |acts| Driver { kind: LinkKind::Other("vlan".to_owned()), acts, ..card() };
-        for acts in [None, Some(0)] {
-            assert!(
-                judge(Xdp::Native, "eth0.100", &vlan(acts)).unwrap_err().to_string().contains("eth0.100 is a VLAN")
-            );
+    fn the_program_for_a_vlan_device_belongs_at_a_card_that_can_do_it() {
+        assert_eq!(place_of(device(DEVICE, 100, CARD), &card()), Ok(CARD));
+        let hides = Driver { hides_tags: true, ..card() };
+        let why = place_of(device(DEVICE, 100, CARD), &hides).unwrap_err();
+        assert!(why.contains("at its card eth0") && why.contains("ethtool -K eth0 rxvlan off"), "{why}");
+    }
+
+    #[test]
+    fn vlan_devices_that_no_program_can_serve_say_why() {
+        let provider = Link { kind: LinkKind::Other("vlan".to_owned()), ..device(DEVICE, 100, CARD) };
+        let away = Link { peer_netns: Some(1), ..device(DEVICE, 100, CARD) };
+        let nested = table([link(CARD, "eth0"), device(4, 10, CARD), device(DEVICE, 100, 4)]);
+        for (link, part) in [(provider, "802.1Q"), (device(DEVICE, 0, CARD), "802.1Q"), (away, "network namespace")] {
+            let why = place_of(link, &card()).unwrap_err();
+            assert!(why.contains(part), "{why}");
         }
+        let why = place(Xdp::Native, &nested, DEVICE, &BTreeMap::new()).unwrap_err().to_string();
+        assert!(why.contains("eth0.100 is in the VLAN of eth0.10"), "{why}");
+        assert!(vlans(&nested, [DEVICE].into_iter()).is_empty());
+    }
+
+    #[test]
+    fn a_vlan_device_that_is_up_has_two_sides_and_one_more_for_each_port_of_a_bond() {
+        let side = |ifindex, vlan| VlanSide { ifindex, vlan };
+        let port = |index: u32| Link { master: Some(CARD), ..link(index, &format!("port{index}")) };
+        let of = |kind: LinkKind| {
+            let card = Link { kind, ..link(CARD, "card") };
+            let down = Link { up: false, ..device(6, 200, CARD) };
+            let table = table([card, port(3), port(4), device(DEVICE, 100, CARD), down, device(7, 300, CARD)]);
+            vlans(&table, [CARD, DEVICE, 6].into_iter())
+        };
+        let both = BTreeMap::from([(side(CARD, 100), side(DEVICE, 0)), (side(DEVICE, 0), side(CARD, 100))]);
+        assert_eq!(of(LinkKind::Bridge), both);
+        let ports = [3, 4].map(|port| (side(port, 100), side(DEVICE, 0)));
+        assert_eq!(of(LinkKind::Other("bond".to_owned())), both.into_iter().chain(ports).collect());
     }
 
     #[test]

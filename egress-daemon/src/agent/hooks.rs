@@ -185,11 +185,11 @@ async fn keep(
             true => block_in_place(|| native::find(wanted.xdp, &hooks, &table, &attacher)),
             false => native::Found::default(),
         };
-        hooks.extend(found.hooks());
+        hooks.extend(found.hooks().clone());
         let errors = block_in_place(|| {
-            let errors = attacher.sync(&hooks, &names, all);
+            // First what a program at a driver needs.
             found.allow(devices.as_mut());
-            errors
+            attacher.sync(&hooks, &names, all)
         });
         let (failed, errors): (Vec<AttachError>, Vec<AttachError>) =
             errors.into_iter().partition(|error| NATIVE.contains(&error.program));

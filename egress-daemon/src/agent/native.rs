@@ -6,22 +6,27 @@ use crate::datapath::{
     load::NATIVE,
     native::{self, Devices},
 };
+use egress_common::egress::VlanSide;
 use egress_core::network::{
-    links::LinkTable,
-    xdp::{Driver, Why, Xdp, act, judge},
+    links::{Link, LinkTable},
+    xdp::{Driver, Why, Xdp, act, cards, place, vlans},
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By interface: whether the program is at its driver, or why not.
+/// By interface: whether the program is at its driver or that of its card, or why not.
 pub type Natives = BTreeMap<String, Result<(), Why>>;
 
 /// What was found at the interfaces at which a gateway's packets arrive.
 #[derive(Default)]
 pub struct Found {
-    /// By hook: the interface's name, and whether the program belongs there.
-    verdicts: BTreeMap<Hook, (String, Result<(), Why>)>,
+    /// By interface: the name of the link at whose driver the program belongs.
+    verdicts: BTreeMap<String, Result<String, Why>>,
+    /// The hooks at drivers.
+    hooks: BTreeMap<Hook, String>,
     /// The interfaces that transmit what was redirected to them.
     devices: BTreeSet<u32>,
+    /// Both sides of VLAN devices.
+    vlans: BTreeMap<VlanSide, VlanSide>,
 }
 
 /// The program that belongs at a driver in front of this program at the interface's ingress.
@@ -41,48 +46,77 @@ fn candidates(hooks: &BTreeMap<Hook, String>) -> impl Iterator<Item = (&'static 
 
 /// Examines the drivers, and decides.
 pub fn find(setting: Xdp, hooks: &BTreeMap<Hook, String>, table: &LinkTable, attacher: &Attacher) -> Found {
-    let links = candidates(hooks).filter_map(|(_, index, _)| table.links.get(&index));
+    let interfaces = || candidates(hooks).map(|(_, index, _)| index);
     // An earlier agent's program is replaced.
     let ours = native::pinned(attacher.pins()).into_values().collect();
-    let (looked, unusable) = (drivers::look(links, &ours), attacher.not_native());
-    let verdict = |index: u32, name: &str| match (unusable, &looked) {
+    let looked = drivers::look(cards(table, interfaces()).into_values(), &ours);
+    let verdict = |index: u32| match (attacher.not_native(), &looked) {
         (Some(error), _) => Err(Why::only(format!("the kernel does not accept the program: {error}"))),
         (None, Err(error)) => Err(Why::only(format!("the drivers cannot be read: {error}"))),
-        (None, Ok(drivers)) => match drivers.get(&index) {
-            Some(driver) => judge(setting, name, driver),
-            None => Err(Why::only("the interface is gone")),
-        },
+        (None, Ok(drivers)) => place(setting, table, index, drivers),
     };
-    let verdict = |(program, index, name): (_, u32, &String)| ((program, index), (name.clone(), verdict(index, name)));
-    let verdicts = candidates(hooks).map(verdict).collect();
+    let verdicts: Vec<_> = candidates(hooks).map(|(program, index, name)| (program, name, verdict(index))).collect();
+    let hooks = at_cards(verdicts.iter().filter_map(|(program, _, verdict)| Some((*program, *verdict.as_ref().ok()?))));
+    let named = |(_, name, verdict): (_, &String, Result<&Link, Why>)| (name.clone(), verdict.map(|l| l.name.clone()));
+    let verdicts = verdicts.into_iter().map(named).collect();
     let sends = |driver: &Driver| driver.acts.is_some_and(|acts| acts & act::NDO_XMIT != 0);
     let drivers = looked.unwrap_or_default().into_iter();
-    Found { verdicts, devices: drivers.filter(|(_, driver)| sends(driver)).map(|(index, _)| index).collect() }
+    let devices = drivers.filter(|(_, driver)| sends(driver)).map(|(index, _)| index).collect();
+    Found { verdicts, hooks, devices, vlans: vlans(table, interfaces()) }
+}
+
+/// The hooks for programs that belong at these cards. A driver holds one program: that of the underlay does an uplink's work as well.
+fn at_cards<'a>(wanted: impl Iterator<Item = (&'static str, &'a Link)>) -> BTreeMap<Hook, String> {
+    let [underlay, _] = NATIVE;
+    let mut programs = BTreeMap::new();
+    for (program, card) in wanted {
+        let (present, _) = programs.entry(card.index).or_insert((program, card.name.clone()));
+        if program == underlay {
+            *present = underlay;
+        }
+    }
+    programs.into_iter().map(|(index, (program, name))| ((program, index), name)).collect()
 }
 
 impl Found {
     /// The hooks at drivers.
-    pub fn hooks(&self) -> impl Iterator<Item = (Hook, String)> {
-        let wanted = self.verdicts.iter().filter(|(_, (_, verdict))| verdict.is_ok());
-        wanted.map(|(hook, (name, _))| (*hook, name.clone()))
+    pub fn hooks(&self) -> &BTreeMap<Hook, String> {
+        &self.hooks
     }
 
-    /// Makes the capable interfaces those that the program may redirect to.
+    /// Makes the capable interfaces those that the program may redirect to, and VLAN devices known to it.
     pub fn allow(&self, devices: Option<&mut Devices>) {
         let Some(devices) = devices else { return };
-        let wanted = if self.hooks().next().is_some() { self.devices.clone() } else { BTreeSet::new() };
-        if let Err(error) = devices.set(&wanted) {
+        let nothing = Self::default();
+        let wanted = if self.hooks.is_empty() { &nothing } else { self };
+        if let Err(error) = devices.set_vlans(&wanted.vlans).and_then(|()| devices.set(&wanted.devices)) {
             tracing::warn!("packets are not forwarded at drivers: {error}");
         }
     }
 
-    /// What is in force, given the interfaces to which the program could not be attached.
+    /// What is in force, given the cards to which the program could not be attached.
     pub fn in_force(self, failed: &BTreeMap<String, String>) -> Natives {
-        let all = self.verdicts.into_values();
-        all.map(|(name, verdict)| match failed.get(&name) {
-            Some(error) => (name, Err(Why::only(error))),
-            None => (name, verdict),
-        })
-        .collect()
+        let in_force = |verdict: Result<String, Why>| match failed.get(&verdict?) {
+            Some(error) => Err(Why::only(error)),
+            None => Ok(()),
+        };
+        self.verdicts.into_iter().map(|(name, verdict)| (name, in_force(verdict))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use egress_core::testing::link;
+
+    #[test]
+    fn a_card_gets_one_program_and_that_of_the_underlay_if_any_of_its_interfaces_is_one() {
+        let [underlay, uplink] = NATIVE;
+        let (first, second) = (link(2, "eth0"), link(3, "eth1"));
+        for order in [[underlay, uplink], [uplink, underlay]] {
+            let wanted = order.map(|program| (program, &first)).into_iter().chain([(uplink, &second)]);
+            let hooks = [((underlay, 2), "eth0".to_owned()), ((uplink, 3), "eth1".to_owned())];
+            assert_eq!(at_cards(wanted), hooks.into());
+        }
     }
 }

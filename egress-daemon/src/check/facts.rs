@@ -21,7 +21,7 @@ use crate::{
 use egress_core::network::{
     classify::{InterfaceRules, Roles, classify},
     links::LinkTable,
-    xdp::Driver,
+    xdp::{Driver, cards},
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -68,8 +68,10 @@ pub(super) struct HostFacts {
     pub roles: Roles,
     /// What the agent reports of networks that no object names; none if no agent answers.
     pub unnamed: Option<BTreeMap<String, String>>,
-    /// The drivers of the interfaces at which a gateway's packets arrive, by interface name, and whether our program is there.
-    pub drivers: BTreeMap<String, (Driver, bool)>,
+    /// The drivers at which a gateway's packets arrive, by interface index; none if they cannot be read.
+    pub drivers: Option<BTreeMap<u32, Driver>>,
+    /// Those that have our program.
+    pub native: BTreeSet<u32>,
     /// What could not be read, and why.
     pub unread: Vec<String>,
 }
@@ -155,8 +157,7 @@ fn settings(config: &Config, facts: &mut HostFacts) {
         format!("net/ipv4/conf/{}/rp_filter", config.tunnel_name),
     ];
     let name = |index: &u32| facts.links.as_ref()?.links.get(index).map(|link| link.name.clone());
-    let used = facts.roles.uplinks.iter().chain(facts.roles.underlays.keys());
-    let names: BTreeSet<String> = used.filter_map(name).collect();
+    let names: BTreeSet<String> = facts.roles.gateway_interfaces().filter_map(|index| name(&index)).collect();
     keys.extend(names.iter().map(|name| format!("net/ipv4/conf/{name}/rp_filter")));
     for key in keys {
         if let Ok(Some(value)) = sysctl::read(&key) {
@@ -165,18 +166,13 @@ fn settings(config: &Config, facts: &mut HostFacts) {
     }
 }
 
-/// The drivers of uplinks and of the underlay's interfaces.
+/// The drivers at which the frames of uplinks and of the underlay's interfaces arrive.
 fn drivers(bpffs: &Path, facts: &mut HostFacts) -> std::io::Result<()> {
     let Some(table) = &facts.links else { return Ok(()) };
     let ours = native::pinned(&Pins::new(bpffs));
-    let used: BTreeSet<u32> = facts.roles.uplinks.iter().chain(facts.roles.underlays.keys()).copied().collect();
-    let links = || used.iter().filter_map(|index| table.links.get(index));
-    let found = drivers::look(links(), &ours.values().copied().collect())?;
-    let named = links().filter_map(|link| {
-        let driver = found.get(&link.index)?.clone();
-        Some((link.name.clone(), (driver, ours.contains_key(&link.index))))
-    });
-    facts.drivers = named.collect();
+    let cards = cards(table, facts.roles.gateway_interfaces());
+    facts.drivers = Some(drivers::look(cards.into_values(), &ours.values().copied().collect())?);
+    facts.native = ours.into_keys().collect();
     Ok(())
 }
 

@@ -5,7 +5,10 @@ use crate::{
     config::{Config, Firewall},
     datapath::strangers::Stranger,
 };
-use egress_core::network::xdp::{self, Driver, Xdp};
+use egress_core::network::{
+    links::Link,
+    xdp::{self, Xdp},
+};
 
 /// `bpf_loop`, which the programs use, came with this kernel.
 const POSSIBLE: (u32, u32) = (5, 17);
@@ -295,16 +298,22 @@ fn interfaces(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
 
 /// Where a gateway forwards packets at the driver.
 fn drivers(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
-    let line = |(name, (driver, ours)): (&String, &(Driver, bool))| match xdp::judge(config.xdp, name, driver) {
-        Ok(()) if *ours => ok("xdp", format!("{name}: the driver sends packets of egress IPs on")),
-        Ok(()) => ok("xdp", format!("{name}: the driver can send packets of egress IPs on, once this is a gateway")),
-        Err(why) if config.xdp == Xdp::Native => {
+    let (Some(table), Some(drivers)) = (&facts.links, &facts.drivers) else { return Vec::new() };
+    let line = |link: &Link| match (&link.name, xdp::place(config.xdp, table, link.index, drivers)) {
+        (name, Ok(card)) => {
+            let (sends, when) = match facts.native.contains(&card.index) {
+                true => ("sends", ""),
+                false => ("can send", ", once this is a gateway"),
+            };
+            ok("xdp", format!("{name}: the driver of {} {sends} packets of egress IPs on{when}", card.name))
+        }
+        (name, Err(why)) if config.xdp == Xdp::Native => {
             let remedy = why.remedy.unwrap_or_else(|| "nothing; or set `xdp: Auto`".to_owned());
             bad("xdp", CheckStatus::Warn, format!("{name}: by TC, as without XDP: {}", why.reason), remedy)
         }
-        Err(why) => ok("xdp", format!("{name}: by TC: {why}")),
+        (name, Err(why)) => ok("xdp", format!("{name}: by TC: {why}")),
     };
-    facts.drivers.iter().map(line).collect()
+    facts.roles.gateway_interfaces().filter_map(|index| table.links.get(&index)).map(line).collect()
 }
 
 /// Whether the cluster's networks are known, according to the agent, which reads the objects.
@@ -325,8 +334,15 @@ fn networks(facts: &HostFacts) -> Vec<CheckLine> {
 mod tests {
     use super::*;
     use crate::datapath::strangers::How;
-    use egress_core::network::links::LinkKind;
-    use std::path::PathBuf;
+    use egress_core::{
+        network::{
+            classify::Roles,
+            links::{LinkKind, LinkTable},
+            xdp::Driver,
+        },
+        testing::link,
+    };
+    use std::{collections::BTreeMap, path::PathBuf};
 
     fn good() -> HostFacts {
         HostFacts {
@@ -338,6 +354,15 @@ mod tests {
             tcx: true,
             ..HostFacts::default()
         }
+    }
+
+    /// Uplinks, of which the first has a driver.
+    fn with_uplinks(links: Vec<Link>, driver: &Driver) -> HostFacts {
+        let links: BTreeMap<u32, Link> = links.into_iter().map(|link| (link.index, link)).collect();
+        let drivers = links.keys().next().map(|index| (*index, driver.clone())).into_iter().collect();
+        let roles = Roles { uplinks: links.keys().copied().collect(), ..Roles::default() };
+        let links = Some(LinkTable { links, ..LinkTable::default() });
+        HostFacts { links, roles, drivers: Some(drivers), ..good() }
     }
 
     fn all(facts: &HostFacts) -> Vec<CheckLine> {
@@ -414,13 +439,28 @@ mod tests {
 
     #[test]
     fn a_driver_without_the_requested_program_is_a_warning() {
-        let driver = Driver { kind: LinkKind::Physical, acts: Some(7), hides_tags: true, stranger: None };
-        let facts = HostFacts { drivers: [("eth0".to_owned(), (driver, false))].into(), ..good() };
+        let hides = Driver { kind: LinkKind::Physical, acts: Some(7), hides_tags: true, stranger: None };
+        let facts = with_uplinks(vec![link(2, "eth0")], &hides);
         let line = of(&facts, "xdp");
         assert!(line.status == CheckStatus::Ok && line.found.contains("ethtool -K eth0 rxvlan off"), "{}", line.found);
         let native = Config::parse("c", b"xdp: Native").unwrap();
         let line = judge(&facts, &native).into_iter().find(|line| line.check == "xdp").unwrap();
         assert_eq!((line.status, line.remedy.as_deref()), (CheckStatus::Warn, Some("`ethtool -K eth0 rxvlan off`")));
+    }
+
+    #[test]
+    fn what_the_driver_of_a_card_does_for_a_vlan_device_is_said() {
+        let device = Link { kind: LinkKind::Vlan(100), peer: Some(2), ..link(5, "eth0.100") };
+        let driver = Driver { kind: LinkKind::Physical, acts: Some(7), hides_tags: false, stranger: None };
+        let facts = with_uplinks(vec![link(2, "eth0"), device], &driver);
+        for (native, part) in [(&[][..], "can send"), (&[2], "sends")] {
+            let lines = all(&HostFacts { native: native.iter().copied().collect(), ..facts.clone() });
+            let found: Vec<&str> = lines.iter().filter(|l| l.check == "xdp").map(|l| l.found.as_str()).collect();
+            assert_eq!(found.len(), 2);
+            for (found, name) in found.into_iter().zip(["eth0:", "eth0.100:"]) {
+                assert!(found.starts_with(name) && found.contains(&format!("the driver of eth0 {part}")), "{found}");
+            }
+        }
     }
 
     #[test]

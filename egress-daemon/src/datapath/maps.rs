@@ -50,7 +50,7 @@ pub struct Table<K: Pod, V: Pod> {
 }
 
 impl<K: Pod + Ord, V: Pod> Table<K, V> {
-    fn open(pins: &Pins, name: &'static str) -> Result<Self, MapsError> {
+    pub(super) fn open(pins: &Pins, name: &'static str) -> Result<Self, MapsError> {
         Ok(Self { name, map: typed(pins, name)?, all: opened(pins, name)? })
     }
     fn error(&self, source: MapError) -> MapsError {

@@ -5,7 +5,7 @@ use super::{
     Pins,
     attach::Failure,
     load::NATIVE,
-    maps::{MapsError, typed},
+    maps::{MapsError, Table, typed},
     strangers,
 };
 use aya::{
@@ -19,6 +19,7 @@ use aya::{
         xdp::XdpLink,
     },
 };
+use egress_common::egress::VlanSide;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
@@ -64,17 +65,30 @@ pub(super) fn is_at(id: u32, index: u32) -> bool {
     strangers::xdp(index).is_ok_and(|ids| ids.contains(&id))
 }
 
-/// The interfaces through which the programs may send.
+/// The interfaces through which the programs may send, and the VLAN devices that they know.
 pub struct Devices {
     map: DevMapHash<MapData>,
+    vlans: Table<VlanSide, VlanSide>,
 }
 
 const NAME: &str = "DEVICES";
 
 impl Devices {
-    /// Opens the pinned map.
+    /// Opens the pinned maps.
     pub fn open(pins: &Pins) -> Result<Self, MapsError> {
-        Ok(Self { map: typed(pins, NAME)? })
+        Ok(Self { map: typed(pins, NAME)?, vlans: Table::open(pins, "VLANS")? })
+    }
+
+    /// Sets the sides of VLAN devices: from either to the other.
+    pub fn set_vlans(&mut self, wanted: &BTreeMap<VlanSide, VlanSide>) -> Result<(), MapsError> {
+        let present = self.vlans.entries()?;
+        for side in present.keys().filter(|side| !wanted.contains_key(*side)) {
+            self.vlans.remove(side)?;
+        }
+        for (side, other) in wanted.iter().filter(|(side, other)| present.get(side) != Some(*other)) {
+            self.vlans.set(side, other)?;
+        }
+        Ok(())
     }
 
     /// Sets the interfaces, by index. The kernel removes those that disappear.

@@ -5,7 +5,9 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use rtnetlink::packet_core::{NetlinkMessage, NetlinkPayload};
 use rtnetlink::packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
-use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage};
+use rtnetlink::packet_route::link::{
+    InfoData, InfoKind, InfoVlan, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage, VlanProtocol,
+};
 use rtnetlink::packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteNextHop, RouteType, RouteVia,
 };
@@ -91,8 +93,12 @@ pub fn link(message: &LinkMessage) -> Option<Link> {
             }
             LinkAttribute::LinkInfo(infos) => {
                 for info in infos {
-                    if let LinkInfo::Kind(kind) = info {
-                        link.kind = link_kind(kind);
+                    match info {
+                        LinkInfo::Kind(kind) => link.kind = link_kind(kind),
+                        LinkInfo::Data(InfoData::Vlan(settings)) => {
+                            link.kind = vlan(settings).map_or(link.kind, LinkKind::Vlan);
+                        }
+                        _ => {}
                     }
                 }
             }
@@ -127,6 +133,12 @@ fn link_kind(kind: &InfoKind) -> LinkKind {
         | InfoKind::BareUdp => LinkKind::Tunnel(kind.to_string()),
         other => LinkKind::Other(other.to_string()),
     }
+}
+
+/// The VLAN of a device for 802.1Q.
+fn vlan(settings: &[InfoVlan]) -> Option<u16> {
+    let id = settings.iter().find_map(|setting| if let InfoVlan::Id(id) = setting { Some(*id) } else { None });
+    id.filter(|_| settings.contains(&InfoVlan::Protocol(VlanProtocol::Ieee8021Q)))
 }
 
 /// (ifindex, address with its prefix length, whether it can be used) of an address message.

@@ -3,6 +3,7 @@
 use super::*;
 use crate::host::testing::{Net, NetNs, in_netns, soon};
 use egress_core::network::classify::{InterfaceRules, classify};
+use rtnetlink::{LinkVlan, packet_route::link::VlanProtocol};
 
 async fn follow() -> (Links, watch::Receiver<Arc<LinkTable>>) {
     let links = Links::follow(LinksOptions::default()).await.unwrap();
@@ -50,6 +51,18 @@ fn the_first_link_table_is_complete() {
         assert_eq!((route.oif, route.metric, route.gateway), (eth0.index, 100, "192.0.2.1".parse().ok()));
         assert_eq!(table.default_route(true).unwrap().gateway, "2001:db8::1".parse().ok());
     });
+}
+
+#[test]
+fn a_vlan_device_is_read_with_its_vlan_and_the_link_below() {
+    let link = |protocol| {
+        let mut message = LinkVlan::new("eth0.100", 3, 100).protocol(protocol).build();
+        message.attributes.push(LinkAttribute::Mtu(1500));
+        let link = decode::link(&message).unwrap();
+        (link.kind, link.peer)
+    };
+    assert_eq!(link(VlanProtocol::Ieee8021Q), (LinkKind::Vlan(100), Some(3)));
+    assert_eq!(link(VlanProtocol::Ieee8021Ad), (LinkKind::Other("vlan".to_owned()), Some(3)));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::{
     gateway::{forward, underlay},
     headers::{
         context::Frame,
-        frame::TAG_LEN,
+        frame::{TAG_LEN, VLAN_BITS},
         ip::Header,
         packet::{ETH_LEN, IPV4, IPV6, Mac, Packet, VLAN, moment},
         parse::{self, Ip, Part},
@@ -15,7 +15,7 @@ use crate::{
     tables::{
         egress,
         family::Family,
-        maps::{CONFIG, DEVICES, HERE, NODES, UPLINKS},
+        maps::{CONFIG, DEVICES, HERE, NODES, UPLINKS, VLANS},
         stats,
     },
     transports::{
@@ -28,7 +28,7 @@ use egress_common::{
     V4, V6,
     abi::{AF_INET, AF_INET6, VNI_FORWARD, VNI_REPLY},
     config::{self, DatapathConfig},
-    egress::{EgressIp, NodeEntry, flags},
+    egress::{EgressIp, NodeEntry, VlanSide, flags},
     transport::{DIRECT, OVERHEAD_V4, OVERHEAD_V6, VXLAN},
     verdict::{Counter, Verdict},
 };
@@ -59,41 +59,59 @@ enum Step {
     Reply(u32, u32, u32),
 }
 
+/// A frame as its interface receives it: a VLAN device, or the one with the driver.
+struct Arrived {
+    frame: Packet<Frame>,
+    /// Its EtherType.
+    protocol: u16,
+    /// The tag that it had at the card of the VLAN device; 0: none.
+    tag: u32,
+}
+
+/// How a frame is sent.
+struct Outgoing {
+    verdict: Verdict,
+    /// The tag that it gets; 0: none.
+    tag: u32,
+}
+
 /// A frame at the driver of the underlay's interface: from another node or from outside, since one interface is often both.
 #[inline(always)]
 pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
     let Some(config) = carrying() else { return Verdict::Pass };
-    let unwrapped = match pkt.protocol() {
-        IPV4 => unwrap::<V4>(pkt, config),
-        IPV6 => unwrap::<V6>(pkt, config),
-        VLAN => untag(pkt).map(|vlan| (From::Vlan(vlan), TAG_LEN)),
+    let Some(Arrived { frame: pkt, protocol, tag }) = arrived(pkt, config) else { return Verdict::Pass };
+    let unwrapped = match protocol {
+        IPV4 => unwrap::<V4>(&pkt, config),
+        IPV6 => unwrap::<V6>(&pkt, config),
+        VLAN => untag(&pkt).map(|vlan| (From::Vlan(vlan), TAG_LEN)),
         _ => None,
     };
-    let Some((from, taken)) = unwrapped else { return Verdict::Pass };
+    let Some((from, taken)) = unwrapped else { return leave(&pkt, 0, tag) };
     let step = match pkt.protocol() {
-        IPV4 => either_way::<V4>(pkt, config, &from),
-        _ => either_way::<V6>(pkt, config, &from),
+        IPV4 => either_way::<V4>(&pkt, config, &from),
+        _ => either_way::<V6>(&pkt, config, &from),
     };
-    done(pkt, config, step, taken)
+    done(&pkt, config, step, taken, tag)
 }
 
 /// A frame at the driver of an uplink.
 #[inline(always)]
 pub fn from_outside(pkt: &Packet<Frame>) -> Verdict {
     let Some(config) = carrying() else { return Verdict::Pass };
-    let (protocol, vlan, taken) = match pkt.protocol() {
-        VLAN => match untag(pkt) {
+    let Some(Arrived { frame: pkt, protocol, tag }) = arrived(pkt, config) else { return Verdict::Pass };
+    let (protocol, vlan, taken) = match protocol {
+        VLAN => match untag(&pkt) {
             Some(vlan) => (pkt.protocol(), vlan, TAG_LEN),
             None => return Verdict::Pass,
         },
         protocol => (protocol, 0, 0),
     };
     let step = match protocol {
-        IPV4 => inward::<V4>(pkt, config, vlan),
-        IPV6 => inward::<V6>(pkt, config, vlan),
+        IPV4 => inward::<V4>(&pkt, config, vlan),
+        IPV6 => inward::<V6>(&pkt, config, vlan),
         _ => Err(Left::NotOurs),
     };
-    done(pkt, config, step, taken)
+    done(&pkt, config, step, taken, tag)
 }
 
 /// The settings of a node that carries egress IPs.
@@ -102,9 +120,30 @@ fn carrying() -> Option<&'static DatapathConfig> {
     CONFIG.get(0).filter(|config| config.flags & config::flags::CARRIES != 0)
 }
 
-/// Carries out the step, and counts. `taken`: how many bytes were taken off in front.
+/// Takes a frame to the VLAN device that it is for, if there is one. `None` for one that does not carry an IP packet there, such as a
+/// frame with two tags.
 #[inline(always)]
-fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, taken: i32) -> Verdict {
+fn arrived(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<Arrived> {
+    match pkt.protocol() {
+        VLAN if config.flags & config::flags::VLANS != 0 => {
+            let (tag, protocol) = pkt.tag()?;
+            let at_card = VlanSide { ifindex: pkt.ifindex(), vlan: tag & VLAN_BITS };
+            // SAFETY: entries are replaced, not changed in place.
+            match unsafe { VLANS.get(at_card) } {
+                None => Some(Arrived { frame: *pkt, protocol: VLAN, tag: pkt.zero() }),
+                Some(device) if matches!(protocol, IPV4 | IPV6) => {
+                    Some(Arrived { frame: pkt.enter(device.ifindex)?, protocol, tag })
+                }
+                Some(_) => None,
+            }
+        }
+        protocol => Some(Arrived { frame: *pkt, protocol, tag: pkt.zero() }),
+    }
+}
+
+/// Carries out the step, and counts. `taken`: how many bytes were taken off in front. `tag`: the one of [`Arrived`].
+#[inline(always)]
+fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, taken: i32, tag: u32) -> Verdict {
     let verdict = match step {
         Ok(Step::Sent(verdict)) => Ok(verdict),
         Ok(Step::Reply(node, entropy, length)) => reply(pkt, config, node, entropy, length),
@@ -119,13 +158,20 @@ fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, 
             if let Left::For(counter) = left {
                 stats::count(counter);
             }
-            // A frame that is left must be as it came: the bytes in front are still there.
-            if taken != 0 && !pkt.adjust_head(-taken) {
-                return Verdict::Drop(Counter::DropRedirect);
-            }
-            Verdict::Pass
+            leave(pkt, taken, tag)
         }
     }
+}
+
+/// Leaves a frame to the programs at TC as it came: the bytes that were taken off are still there in front, and the tag of a VLAN device
+/// is put back.
+#[inline(always)]
+fn leave(pkt: &Packet<Frame>, taken: i32, tag: u32) -> Verdict {
+    let front = if tag != 0 { taken + TAG_LEN } else { taken };
+    if front != 0 && !pkt.adjust_head(-front) || tag != 0 && pkt.put_back(tag).is_none() {
+        return Verdict::Drop(Counter::DropRedirect);
+    }
+    Verdict::Pass
 }
 
 /// Takes the outer headers off a translated packet. Returns where it comes from, and how many bytes were taken off. `None` for a tunnelled
@@ -149,7 +195,8 @@ fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(Fr
 /// not move with it. `None` for a priority tag.
 #[inline(always)]
 fn untag(pkt: &Packet<Frame>) -> Option<u32> {
-    let (vlan, protocol) = pkt.tag()?;
+    let (tag, protocol) = pkt.tag()?;
+    let vlan = tag & VLAN_BITS;
     let usual = vlan != 0 && matches!(protocol, IPV4 | IPV6) && is_for_us(pkt);
     (usual && pkt.adjust_head(TAG_LEN)).then_some(vlan)
 }
@@ -183,7 +230,7 @@ fn either_way<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, from: &Fr
     match (egress::find(ip.src), from) {
         (None, From::Vlan(vlan)) => inward::<F>(pkt, config, *vlan),
         (_, From::Vlan(_)) => Err(Left::For(Counter::XdpUnusual)),
-        (Some((egress, e)), _) if e.flags & flags::CARRIED != 0 => outward(pkt, &ip, egress, e, from),
+        (Some((egress, e)), _) if e.flags & flags::CARRIED != 0 => outward(pkt, config, &ip, (egress, e), from),
         (_, From::Link) => inward::<F>(pkt, config, 0),
         (_, From::Tunnel(_)) => Err(Left::NotOurs),
     }
@@ -191,14 +238,25 @@ fn either_way<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, from: &Fr
 
 /// Sends out a packet of an egress IP that another node has translated, if the port is leased to that node.
 #[inline(always)]
-fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp, from: &From) -> Result<Step, Left> {
+fn outward<F: Family>(
+    pkt: &Packet<Frame>,
+    config: &DatapathConfig,
+    ip: &Ip<F>,
+    (egress, e): (u32, &EgressIp),
+    from: &From,
+) -> Result<Step, Left> {
     let length = usual(pkt, ip)?;
     let t = parse::transport_header::<F, _>(pkt, ip.l4, ip.proto);
     let Ok(port) = forward::own_port::<F, _>(pkt, ip, &t) else { return Err(Left::For(Counter::XdpUnusual)) };
     let lessee = forward::lessee(pkt, egress, port);
     let Some(node) = NODES.get(lessee) else { return Err(Left::For(Counter::XdpRefused)) };
     let theirs = match from {
-        From::Link => underlay::sends(pkt, node) && pkt.read::<Mac>(0).is_some_and(|mac| same(&mac, &node.macs[1])),
+        From::Link => {
+            // Frames of several links arrive at one card.
+            let on_its_link = config.flags & config::flags::VLANS == 0 || pkt.ifindex() == node.ifindex;
+            let is_for_us = pkt.read::<Mac>(0).is_some_and(|mac| same(&mac, &node.macs[1]));
+            on_its_link && is_for_us && underlay::sends(pkt, node)
+        }
         From::Tunnel(source) => is_address(node, source),
         From::Vlan(_) => false,
     };
@@ -208,14 +266,12 @@ fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp
     if e.queue != 0 {
         return Err(Left::For(Counter::XdpShaped));
     }
-    if e.flags & flags::SUBNET != 0 {
-        return into_subnet(pkt, egress, e, length);
-    }
-    let Some(out) = exit::way_out(pkt, e, &ip.src, &ip.dst) else { return Err(Left::For(Counter::XdpHop)) };
-    let verdict = redirect(out.ifindex, out.mtu, length)?;
-    if pkt.write_words(0, out.macs).is_none() {
-        return Err(Left::For(Counter::XdpUnusual));
-    }
+    let verdict = if e.flags & flags::SUBNET != 0 {
+        into_subnet(pkt, config, egress, e, length)?
+    } else {
+        let Some(out) = exit::way_out(pkt, e, &ip.src, &ip.dst) else { return Err(Left::For(Counter::XdpHop)) };
+        addressed(pkt, redirect(pkt, config, out.ifindex, out.mtu, length)?, out.macs)?
+    };
     stats::count(Counter::Forwarded);
     Ok(Step::Sent(verdict))
 }
@@ -223,18 +279,19 @@ fn outward<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>, egress: u32, e: &EgressIp
 /// Sends a packet of this length to the next hop of its egress IP's own subnet, in the subnet's VLAN. The kernel does not know this
 /// neighbour, so it has none to confirm.
 #[inline(always)]
-fn into_subnet(pkt: &Packet<Frame>, egress: u32, e: &EgressIp, length: u32) -> Result<Step, Left> {
+fn into_subnet(
+    pkt: &Packet<Frame>,
+    config: &DatapathConfig,
+    egress: u32,
+    e: &EgressIp,
+    length: u32,
+) -> Result<Verdict, Left> {
     let Ok(macs) = exit::in_subnet(egress, e) else { return Err(Left::For(Counter::XdpHop)) };
-    let verdict = redirect(e.ifindex, pkt.mtu_of(e.ifindex), length)?;
-    if e.vlan != 0 && !pkt.adjust_head(-TAG_LEN) {
-        return Err(Left::For(Counter::XdpUnusual));
+    let Outgoing { verdict, tag } = redirect(pkt, config, e.ifindex, pkt.mtu_of(e.ifindex), length)?;
+    if e.vlan != 0 && tag != 0 {
+        return Err(Left::For(Counter::XdpVlan));
     }
-    let tagged = if e.vlan != 0 { pkt.write_tag(e.vlan) } else { Some(()) };
-    if tagged.and(pkt.write(0, macs)).is_none() {
-        return Ok(Step::Sent(Verdict::Drop(Counter::DropRedirect)));
-    }
-    stats::count(Counter::Forwarded);
-    Ok(Step::Sent(verdict))
+    addressed(pkt, Outgoing { verdict, tag: tag | e.vlan }, &macs)
 }
 
 #[inline(always)]
@@ -287,13 +344,44 @@ fn usual<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>) -> Result<u32, Left> {
 
 /// Prepares the redirection of an IP packet of this length to an interface for packets of at most `mtu`. The frame stays unchanged.
 #[inline(always)]
-fn redirect(ifindex: u32, mtu: u32, length: u32) -> Result<Verdict, Left> {
+fn redirect(
+    pkt: &Packet<Frame>,
+    config: &DatapathConfig,
+    ifindex: u32,
+    mtu: u32,
+    length: u32,
+) -> Result<Outgoing, Left> {
     if length > mtu {
         return Err(Left::For(Counter::XdpLarge));
     }
+    let VlanSide { ifindex, vlan: tag } = at_card(pkt, config, ifindex);
     match DEVICES.redirect(ifindex, XDP_PASS as u64) {
-        Ok(action) => Ok(Verdict::Taken(action as i32)),
+        Ok(action) => Ok(Outgoing { verdict: Verdict::Taken(action as i32), tag }),
         Err(_) => Err(Left::For(Counter::XdpDevice)),
+    }
+}
+
+/// Where frames to an interface are sent: for a VLAN device the card, which needs a tag.
+#[inline(always)]
+fn at_card(pkt: &Packet<Frame>, config: &DatapathConfig, ifindex: u32) -> VlanSide {
+    let interface = VlanSide { ifindex, vlan: pkt.zero() };
+    if config.flags & config::flags::VLANS == 0 {
+        return interface;
+    }
+    // SAFETY: entries are replaced, not changed in place.
+    unsafe { VLANS.get(interface) }.copied().unwrap_or(interface)
+}
+
+/// Puts tag and MAC addresses into a frame that is sent.
+#[inline(always)]
+fn addressed(pkt: &Packet<Frame>, out: Outgoing, macs: &[u32; 3]) -> Result<Verdict, Left> {
+    if out.tag != 0 && !pkt.adjust_head(-TAG_LEN) {
+        return Err(Left::For(Counter::XdpUnusual));
+    }
+    let tagged = if out.tag != 0 { pkt.write_tag(out.tag) } else { Some(()) };
+    match tagged.and(pkt.write_words(0, macs)) {
+        Some(()) => Ok(out.verdict),
+        None => Ok(Verdict::Drop(Counter::DropRedirect)),
     }
 }
 
@@ -306,10 +394,7 @@ fn reply(pkt: &Packet<Frame>, config: &DatapathConfig, index: u32, entropy: u32,
     }
     let verdict = match send::reply_transport(index, node) {
         DIRECT => {
-            let verdict = redirect(node.ifindex, node.mtu, length)?;
-            if send::address(pkt, node).is_none() {
-                return Err(Left::For(Counter::XdpUnusual));
-            }
+            let verdict = addressed(pkt, redirect(pkt, config, node.ifindex, node.mtu, length)?, &send::macs(node))?;
             stats::count(Counter::SentDirect);
             verdict
         }
@@ -337,7 +422,7 @@ fn wrap(
         _ => None,
     };
     let Some(out) = out else { return Err(Left::For(Counter::XdpHop)) };
-    let verdict = redirect(out.ifindex, node.mtu, length + overhead)?;
+    let outgoing = redirect(pkt, config, out.ifindex, node.mtu, length + overhead)?;
     let protocol = pkt.protocol();
     let (len, ecn) = (pkt.len(), vxlan::outer_ecn(pkt, protocol));
     if !pkt.adjust_head(-(overhead as i32)) {
@@ -345,10 +430,10 @@ fn wrap(
     }
     let outer = Outer { config, node, vni: VNI_REPLY, entropy, len, ecn, protocol };
     let (written, family) = if ipv4 { (outer.write_v4(pkt), IPV4) } else { (outer.write_v6(pkt), IPV6) };
-    let addressed = pkt.write_words(0, out.macs).and_then(|()| pkt.write(ETH_LEN - 2, family));
-    if written.and(addressed).is_none() {
+    if written.and(pkt.write(ETH_LEN - 2, family)).is_none() {
         return Ok(Verdict::Drop(Counter::DropRedirect));
     }
     stats::count(Counter::SentVxlan);
-    Ok(verdict)
+    // The frame has changed: it cannot be left any more.
+    Ok(addressed(pkt, outgoing, out.macs).unwrap_or(Verdict::Drop(Counter::DropRedirect)))
 }

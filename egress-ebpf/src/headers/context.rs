@@ -26,7 +26,7 @@ pub trait Context: Copy {
     fn data_end(self) -> usize;
     /// Length of the frame.
     fn len(self) -> u32;
-    /// Index of the interface whose hook this is.
+    /// Index of the interface whose hook this is; of a frame that has been taken out of its VLAN, that of the VLAN device.
     fn ifindex(self) -> u32;
     /// The kernel's pointer, for helpers that take any context.
     fn raw(self) -> *mut c_void;
@@ -100,17 +100,20 @@ impl Context for Skb {
 
 /// A frame at an XDP hook. Only headers at their usual offsets are read; a frame with anything else is left to the programs at TC.
 #[derive(Clone, Copy)]
-pub struct Frame(pub(super) *mut xdp_md);
+pub struct Frame {
+    pub(super) raw: *mut xdp_md,
+    pub(super) ifindex: u32,
+}
 
 impl Context for Frame {
     #[inline(always)]
     fn data(self) -> usize {
-        field!(self.0, data) as usize
+        field!(self.raw, data) as usize
     }
 
     #[inline(always)]
     fn data_end(self) -> usize {
-        field!(self.0, data_end) as usize
+        field!(self.raw, data_end) as usize
     }
 
     #[inline(always)]
@@ -120,12 +123,12 @@ impl Context for Frame {
 
     #[inline(always)]
     fn ifindex(self) -> u32 {
-        field!(self.0, ingress_ifindex)
+        self.ifindex
     }
 
     #[inline(always)]
     fn raw(self) -> *mut c_void {
-        self.0.cast()
+        self.raw.cast()
     }
 
     #[inline(always)]

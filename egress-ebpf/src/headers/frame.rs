@@ -1,19 +1,21 @@
 //! What can be read and written only at an XDP hook: where a frame begins, and its VLAN tag, which is among its bytes there.
 
 use crate::headers::{
-    context::Frame,
+    context::{Frame, field},
     packet::{ETH_LEN, Packet, VLAN},
 };
 use aya_ebpf::{helpers::bpf_xdp_adjust_head, programs::XdpContext};
 
 /// Length of a VLAN tag.
 pub const TAG_LEN: i32 = 4;
+/// The bits of a tag that are the VLAN. The others are a priority.
+pub const VLAN_BITS: u32 = 0xfff;
 
 impl Packet<Frame> {
     /// The frame of a program's context.
     #[inline(always)]
     pub fn of_frame(ctx: &XdpContext) -> Self {
-        Self { context: Frame(ctx.ctx) }
+        Self { context: Frame { raw: ctx.ctx, ifindex: field!(ctx.ctx, ingress_ifindex) } }
     }
 
     /// EtherType, network byte order.
@@ -27,19 +29,38 @@ impl Packet<Frame> {
     #[inline(always)]
     pub fn adjust_head(&self, bytes: i32) -> bool {
         // SAFETY: the helper checks that there is room.
-        unsafe { bpf_xdp_adjust_head(self.context.0, bytes) == 0 }
+        unsafe { bpf_xdp_adjust_head(self.context.raw, bytes) == 0 }
     }
 
-    /// The VLAN of a frame whose EtherType says that it has a tag, and the EtherType inside.
+    /// The tag of a frame whose EtherType says that it has one, and the EtherType inside.
     #[inline(always)]
     pub fn tag(&self) -> Option<(u32, u16)> {
         let [tag, protocol] = self.read::<[u16; 2]>(ETH_LEN)?;
-        Some(((u16::from_be(tag) & 0xfff) as u32, protocol))
+        Some((u16::from_be(tag) as u32, protocol))
     }
 
-    /// Writes the tag of a VLAN after the MAC addresses, where there is room for it: the EtherType after it stays.
+    /// Writes a tag after the MAC addresses, where there is room for it: the EtherType after it stays.
     #[inline(always)]
-    pub fn write_tag(&self, vlan: u32) -> Option<()> {
-        self.write(ETH_LEN - 2, [VLAN, (vlan as u16).to_be()])
+    pub fn write_tag(&self, tag: u32) -> Option<()> {
+        self.write(ETH_LEN - 2, [VLAN, (tag as u16).to_be()])
+    }
+
+    /// Takes the tag out of the frame, which then is one of a VLAN device.
+    #[inline(always)]
+    pub fn enter(&self, device: u32) -> Option<Self> {
+        let macs = self.read::<[u32; 3]>(0)?;
+        if !self.adjust_head(TAG_LEN) {
+            return None;
+        }
+        self.write_words(0, &macs)?;
+        Some(Self { context: Frame { ifindex: device, ..self.context } })
+    }
+
+    /// Undoes [`enter`](Self::enter), once the frame begins where it did before.
+    #[inline(always)]
+    pub fn put_back(&self, tag: u32) -> Option<()> {
+        let macs = self.read::<[u32; 3]>(TAG_LEN as u32)?;
+        self.write_words(0, &macs)?;
+        self.write_tag(tag)
     }
 }

@@ -38,6 +38,11 @@ const OTHER_HOST: u32 = 3;
 /// A MAC address as two-byte words.
 pub type Mac = [u16; 3];
 
+/// Two words of a MAC address, memory order, as one.
+pub const fn pair(first: u16, second: u16) -> u32 {
+    first as u32 | (second as u32) << 16
+}
+
 /// A packet; where nothing else is said, at a TC hook.
 #[derive(Clone, Copy)]
 pub struct Packet<C = Skb> {
@@ -64,14 +69,21 @@ impl<C: Context> Packet<C> {
     /// `index` with its value hidden from the verifier, below `SIZE` (a power of two up to 1024).
     ///
     /// Without CAP_PERFMON the verifier refuses an array access whose index has different bounds on different paths through
-    /// the program. So a term is added that could have any value as far as the verifier knows: no frame is 4 MiB long.
+    /// the program.
     #[inline(always)]
     pub fn hide<const SIZE: usize>(&self, index: usize) -> usize {
         const { assert!(SIZE.is_power_of_two() && SIZE <= 1024) };
-        (index + (self.len() >> 22) as usize) & (SIZE - 1)
+        (index + self.zero() as usize) & (SIZE - 1)
     }
 
-    /// Index of the interface whose hook this is.
+    /// Zero, which could be any value as far as the verifier knows: no frame is 4 MiB long. It verifies what follows once for paths that
+    /// differ only in a value that it does not know.
+    #[inline(always)]
+    pub fn zero(&self) -> u32 {
+        self.len() >> 22
+    }
+
+    /// Index of the interface on which the packet arrived, or whose hook this is.
     #[inline(always)]
     pub fn ifindex(&self) -> u32 {
         self.context.ifindex()

@@ -9,7 +9,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::DatapathConfig,
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, NodeEntry, Uplink},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NextHop, NodeEntry, Uplink, VlanSide},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     event::FlowEvent,
     flow::{Ended, Flow, FlowKey, Fragment, FragmentKey, HeldKey, Inbound, Masqueraded, Reverse, Ticket},
@@ -232,6 +232,9 @@ pub static HERE: PerCpuArray<Here, 1> = PerCpuArray::new();
 /// The interfaces on which frames may be sent before there is a socket buffer, by index: their drivers can do that.
 #[btf_map]
 pub static DEVICES: DevMapHash<MAX_DEVICES> = DevMapHash::new();
+/// From either side of a VLAN device to the other: from the card, where a frame arrives, and from the device, to which it is sent.
+#[btf_map]
+pub static VLANS: HashMap<VlanSide, VlanSide, MAX_VLAN_SIDES, GROW> = HashMap::new();
 #[btf_map]
 pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 

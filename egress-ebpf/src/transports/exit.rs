@@ -4,7 +4,7 @@ use crate::{
     headers::{
         context::{Context, Frame},
         note,
-        packet::{ETH_LEN, IPV6, Mac, Packet, moment},
+        packet::{ETH_LEN, IPV6, Packet, moment, pair},
     },
     tables::{
         family::Family,
@@ -21,7 +21,7 @@ use aya_ebpf::{
 use core::mem::MaybeUninit;
 use egress_common::{
     V4, V6,
-    egress::{EgressIp, flags},
+    egress::{EgressIp, Uplink, flags},
     limits::MAX_HOPS,
     verdict::{Counter, Verdict},
 };
@@ -96,22 +96,23 @@ fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
         Ok(macs) => macs,
         Err(counter) => return Verdict::Drop(counter),
     };
-    if pkt.write(0, macs).is_none() || e.vlan != 0 && pkt.push_vlan(e.vlan).is_none() {
+    if pkt.write_words(0, &macs).is_none() || e.vlan != 0 && pkt.push_vlan(e.vlan).is_none() {
         return Verdict::Drop(Counter::DropRedirect);
     }
     pkt.redirect(e.ifindex)
 }
 
-/// The MAC addresses for a packet of an egress IP into its own subnet: the next hop's and the uplink's; or why it is dropped.
+/// The MAC addresses for a packet of an egress IP into its own subnet, as words in memory order: the next hop's and the uplink's; or why
+/// it is dropped.
 #[inline(always)]
-pub fn in_subnet(egress: u32, e: &EgressIp) -> Result<[Mac; 2], Counter> {
+pub fn in_subnet(egress: u32, e: &EgressIp) -> Result<[u32; 3], Counter> {
     let hop = match NEXT_HOPS.get(egress) {
         Some(hop) if hop.known != 0 && hop.generation == e.generation => hop.mac,
         _ => return Err(Counter::DropNoNextHop),
     };
     // SAFETY: entries are replaced, not changed in place.
     match unsafe { UPLINKS.get(e.ifindex) } {
-        Some(uplink) => Ok([hop, uplink.mac]),
+        Some(Uplink { mac, .. }) => Ok([pair(hop[0], hop[1]), pair(hop[2], mac[0]), pair(mac[1], mac[2])]),
         None => Err(Counter::DropNoUplink),
     }
 }

@@ -2,7 +2,6 @@
 
 use crate::{
     headers::{
-        context::Context,
         ip::Header,
         note,
         packet::{ETH_LEN, IPV4, Packet},
@@ -90,21 +89,20 @@ fn direct(pkt: &Packet, node: &NodeEntry) -> Result<Verdict, u32> {
     if largest(pkt, is_fragment(pkt)) > node.mtu {
         return Err(Counter::DeviceMtu as u32);
     }
-    if address(pkt, node).is_none() {
+    if pkt.write_words(0, &macs(node)).is_none() {
         return Err(Counter::DeviceRefused as u32);
     }
     stats::count(Counter::SentDirect);
     Ok(pkt.redirect(node.ifindex))
 }
 
-/// Puts the node's MAC address and that of our interface into the frame.
+/// The node's MAC address and that of our interface, as words in memory order.
 #[inline(always)]
-pub fn address<C: Context>(pkt: &Packet<C>, node: &NodeEntry) -> Option<()> {
-    // As words that are read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
+pub fn macs(node: &NodeEntry) -> [u32; 3] {
+    // Read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
     let macs = (&raw const node.macs).cast::<u32>();
     // SAFETY: three words, and the record is aligned for words.
-    let macs = unsafe { [macs.read_volatile(), macs.add(1).read_volatile(), macs.add(2).read_volatile()] };
-    pkt.write_words(0, &macs)
+    unsafe { [macs.read_volatile(), macs.add(1).read_volatile(), macs.add(2).read_volatile()] }
 }
 
 /// The length by which a packet's transport is chosen. A fragment counts as the largest packet that its ingress interface carries:

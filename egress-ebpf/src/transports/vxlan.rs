@@ -5,7 +5,7 @@ use crate::{
     headers::{
         context::Context,
         ip::Header,
-        packet::{ETH_LEN, IPV4, IPV6, Packet},
+        packet::{ETH_LEN, IPV4, IPV6, Packet, pair},
         parse::{at, proto},
     },
     tables::{family::Family, stats},
@@ -136,11 +136,6 @@ impl Outer<'_> {
         pkt.write_words(ETH_LEN + V6::HEADER, &self.payload())?;
         pkt.write(ETH_LEN + OVERHEAD_V6 - 2, self.protocol)
     }
-}
-
-/// Two words of a MAC address, memory order, as one.
-const fn pair(first: u16, second: u16) -> u32 {
-    first as u32 | (second as u32) << 16
 }
 
 /// What a packet for this node is, by its outer headers.

@@ -15,6 +15,9 @@ use crate::manifests::Manifests;
 use crate::netns::NetNs;
 use crate::scope::Scope;
 
+/// The card of a gateway whose interfaces are VLAN devices.
+const CARD: &str = "card0";
+
 /// Describes a lab. The default: two workers, three gateways, one server on the external segment and one behind the router,
 /// point-to-point pods, MTU 1500 everywhere, no reverse-path filter, masquerade on every node.
 #[derive(Clone, Debug, Default)]
@@ -108,6 +111,12 @@ impl Builder {
         self
     }
 
+    /// The interfaces of gateways are VLAN devices of one card. The other end of its link leads each VLAN to its segment.
+    pub fn vlan_devices(mut self) -> Builder {
+        self.settings.vlan_devices = true;
+        self
+    }
+
     /// No other test runs in parallel with this one: it makes so much load, or is so strict about time, that each would disturb
     /// the other.
     pub fn alone(mut self) -> Builder {
@@ -147,7 +156,7 @@ impl Builder {
         jobs.push(Box::new(|| set_up_router(&router, &nodes, !ports[2].is_empty())));
         all(jobs)?;
         if settings.cards {
-            like_cards([&underlay, &external, &router], &nodes, &servers, &ports)?;
+            like_cards([&underlay, &external, &router], &nodes, &servers, &ports, settings.vlan_devices)?;
         }
         for (segment, ports) in [(&underlay, &ports[0]), (&external, &ports[1]), (&router, &ports[2])] {
             segment.wait_running(ports)?;
@@ -253,6 +262,30 @@ fn plug(ns: &NetNs, interface: &str, mac: &str, segment: &NetNs, port: &str, mtu
     format!("link add {interface} mtu {mtu} {mac}netns {ns} type veth peer name {port} mtu {mtu} netns {segment}")
 }
 
+/// The other end of the card that a gateway's interfaces are VLAN devices of, in the underlay's namespace.
+fn trunk(node: &LabNode) -> String {
+    format!("{}-{CARD}", node.name)
+}
+
+/// A card with the VLAN devices `eth0` and `ext0`, and those of the same VLANs at its other end, one in each segment's namespace.
+fn plug_vlans(node: &LabNode, [underlay, external]: [&NetNs; 2], settings: &LabSettings) -> Result<()> {
+    let (trunk, mtu) = (trunk(node), settings.underlay_mtu.max(settings.external_mtu));
+    underlay.ip(&[plug(&node.ns, CARD, "", underlay, &trunk, mtu), format!("link set {trunk} up")])?;
+    node.ns.ip(&[format!("link set {CARD} up")])?;
+    // Both ports have one name: the one for the other namespace first, while there is none of that name in this one.
+    for (vlan, interface, address, segment, mtu) in [
+        (200, "ext0", node.external_mac(), external, settings.external_mtu),
+        (100, "eth0", node.underlay_mac(), underlay, settings.underlay_mtu),
+    ] {
+        let address = mac(address);
+        node.ns
+            .ip(&[format!("link add link {CARD} name {interface} mtu {mtu} address {address} type vlan id {vlan}")])?;
+        let (name, segment) = (&node.name, segment.name());
+        underlay.ip(&[format!("link add link {trunk} name {name} mtu {mtu} netns {segment} type vlan id {vlan}")])?;
+    }
+    Ok(())
+}
+
 /// Returns the ports in the underlay's, the external and the far bridge.
 fn make_links(
     nodes: &BTreeMap<String, LabNode>,
@@ -269,7 +302,9 @@ fn make_links(
         links.push(plug(ns, interface, mac, ports[which].0, port, mtu));
         ports[which].2.push(port.to_owned());
     };
-    for node in nodes.values() {
+    let (on_vlans, on_links): (Vec<_>, Vec<_>) =
+        nodes.values().partition(|node| settings.vlan_devices && node.external.is_some());
+    for node in on_links {
         add(0, &node.ns, "eth0", &mac(node.underlay_mac()), &node.name, settings.underlay_mtu);
         if node.external.is_some() {
             add(1, &node.ns, "ext0", &mac(node.external_mac()), &node.name, settings.external_mtu);
@@ -286,6 +321,10 @@ fn make_links(
     }
     crate::command::feed(Command::new("ip").args(["-batch", "-"]), &(links.join("\n") + "\n"))
         .with_context(|| format!("ip -batch of\n{}", links.join("\n")))?;
+    for node in on_vlans {
+        plug_vlans(node, [underlay, external], settings)?;
+        ports[..2].iter_mut().for_each(|(_, _, ports)| ports.push(node.name.clone()));
+    }
     for (segment, bridge, ports) in &ports {
         let lines: Vec<String> = ports.iter().map(|port| format!("link set {port} master {bridge} up")).collect();
         segment.ip(&lines)?;
@@ -299,6 +338,7 @@ fn like_cards(
     nodes: &BTreeMap<String, LabNode>,
     servers: &BTreeMap<String, Server>,
     ports: &[Vec<String>; 3],
+    vlan_devices: bool,
 ) -> Result<()> {
     for (segment, ports) in segments.into_iter().zip(ports) {
         ports.iter().try_for_each(|port| segment.set_offload(port, false))?;
@@ -307,14 +347,20 @@ fn like_cards(
     ["eth0", "ext0"].into_iter().try_for_each(|interface| segments[2].set_offload(interface, false))?;
     for node in nodes.values() {
         let gateway = node.external.is_some();
-        for (interface, segment) in
-            [("eth0", segments[0]), ("ext0", segments[1])].into_iter().take(1 + usize::from(gateway))
-        {
+        let links = match vlan_devices && gateway {
+            true => vec![(CARD, segments[0], trunk(node))],
+            false => [("eth0", segments[0]), ("ext0", segments[1])][..1 + usize::from(gateway)]
+                .iter()
+                .map(|(interface, segment)| (*interface, *segment, node.name.clone()))
+                .collect(),
+        };
+        for (interface, segment, port) in links {
             node.ns.set_offload(interface, false)?;
+            segment.set_offload(&port, false)?;
             node.ns.show_tags(interface)?;
-            segment.show_tags(&node.name)?;
+            segment.show_tags(&port)?;
             if gateway {
-                segment.take_frames(&node.name)?;
+                segment.take_frames(&port)?;
             }
         }
     }

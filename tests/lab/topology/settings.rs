@@ -23,6 +23,7 @@ pub struct LabSettings {
     pub(super) alone: bool,
     pub(super) zones: Vec<String>,
     pub(super) cards: bool,
+    pub(super) vlan_devices: bool,
 }
 
 impl Default for LabSettings {
@@ -43,6 +44,7 @@ impl Default for LabSettings {
             alone: false,
             zones: Vec::new(),
             cards: std::env::var_os(XDP).is_some(),
+            vlan_devices: false,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The parts of the programs' record of settings that are not settings.
 
 use super::Machine;
+use crate::network::links::LinkKind;
 use egress_common::{
     config::{DatapathConfig, flags},
     net,
@@ -30,13 +31,20 @@ impl Machine {
             mss_v6: mss(1),
             flags: self.settings.config.flags
                 | flag(self.facts.bypass, flags::UNSEEN_INBOUND)
-                | flag(hold, flags::HOLD),
+                | flag(hold, flags::HOLD)
+                | flag(self.uses_vlan_devices(), flags::VLANS),
             room,
             own_v4: v4.unwrap_or([0]),
             own_v6: v6.unwrap_or([0; 4]),
             shaper_ifindex: self.shaper.map_or(0, |ends| ends.near),
             ..self.settings.config
         }
+    }
+
+    /// Whether packets of egress IPs arrive or leave by a VLAN device.
+    fn uses_vlan_devices(&self) -> bool {
+        let mut links = self.facts.roles.gateway_interfaces().filter_map(|i| self.facts.links.links.get(&i));
+        links.any(|link| matches!(link.kind, LinkKind::Vlan(_)))
     }
 
     /// The largest packet that fits the tunnel.

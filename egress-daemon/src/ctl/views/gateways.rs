@@ -34,7 +34,7 @@ pub struct GatewayRow {
     pub transport: Option<String>,
     /// The transport that it answers by; null if that is not known.
     pub replies: Option<String>,
-    /// For this node: the interfaces at whose driver packets are forwarded, sorted; null for another node, or if the agent does not
+    /// For this node: the interfaces whose packets are forwarded at a driver, sorted; null for another node, or if the agent does not
     /// answer.
     pub native: Option<Vec<String>>,
     /// Why no better transport is in force, or for this node, why packets are not forwarded at a driver; null if the

@@ -22,6 +22,7 @@ mod model;
 mod moves;
 mod nat;
 mod native;
+mod native_devices;
 mod native_model;
 mod native_vlan;
 mod packets;

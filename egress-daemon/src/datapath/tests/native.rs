@@ -38,7 +38,7 @@ pub(super) const FROM_OUTSIDE: &str = NATIVE[1];
 pub(super) const PASS: u32 = 2;
 pub(super) const SENT: u32 = 4;
 /// The loopback device, at which a test run's frames arrive.
-const LOOPBACK: u32 = 1;
+pub(super) const LOOPBACK: u32 = 1;
 /// The next hops: out of the gateway, and on the underlay.
 const ROUTER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const HOP_MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];

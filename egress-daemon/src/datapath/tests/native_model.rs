@@ -5,6 +5,7 @@ use super::{
     frames::{TCP, UDP, fragment, ip, seal, tagged, tcp, udp, wrapped},
     moves::Random,
     native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, from_node, gateway},
+    native_devices::{CARD, OUT, UNDER, untagged, write},
     native_vlan::{PRIORITY, VLAN, assert_as_at_tc, know_next_hops, put_into_subnets},
     rig::*,
     scenes,
@@ -36,6 +37,8 @@ struct Tables {
     replies: u32,
     /// Whether the drivers of both interfaces may send.
     drivers: bool,
+    /// Whether both interfaces are VLAN devices of one card.
+    devices: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -72,6 +75,7 @@ impl Tables {
             subnet: random.of(&[None, Some((0, true)), Some((VLAN, true)), Some((VLAN, true)), Some((VLAN, false))]),
             replies: random.of(&[transport::DIRECT, transport::VXLAN, transport::DEVICE]),
             drivers: random.below(8) != 0,
+            devices: random.below(3) == 0,
         }
     }
 
@@ -98,7 +102,9 @@ impl Tables {
         // Both directions depend on who holds the port.
         let leased = packet.block == OTHER_BLOCK && self.lessee == Some(1) && !packet.unknown;
         let way = if packet.outward { self.goes_out(packet) } else { self.goes_back(packet) };
-        usual && leased && way
+        // A VLAN device adds a tag.
+        let two_tags = self.devices && (packet.tag.is_some() || self.tag().is_some());
+        usual && leased && way && !two_tags
     }
 
     /// The tag of packets from outside; none if the egress IP is in no VLAN.
@@ -174,6 +180,11 @@ impl Packet {
         }
     }
 
+    /// The VLANs of the devices by which it arrives and leaves.
+    fn devices(&self) -> (u16, u16) {
+        if self.outward { (UNDER, OUT) } else { (OUT, UNDER) }
+    }
+
     fn has_options(&self) -> bool {
         self.options && self.egress == 0
     }
@@ -200,18 +211,24 @@ fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tabl
         let (uplink, underlay) = (wire.uplink, wire.underlay);
         let mut random = Random(19);
         let mut tables = Tables::random(&mut random);
-        let (mut counts, mut in_vlan) = ([0_usize; 2], 0);
+        let (mut counts, mut in_vlan, mut by_devices) = ([0_usize; 2], 0, 0);
         for step in 0..PACKETS {
             if step % CHANGE == 0 || random.below(CHANGE) == 0 {
                 tables = Tables::random(&mut random);
-                rig.write(&tables.view(uplink, underlay));
+                let view = tables.view(uplink, underlay);
+                match tables.devices {
+                    true => write(&mut rig, &view, &[(OUT, uplink), (UNDER, underlay)]),
+                    false => rig.write(&view),
+                }
                 rig.reply_by(tables.replies);
                 know_next_hops(&rig, tables.subnet.is_some_and(|(_, known)| known));
-                let both = [uplink, underlay];
-                allow(&rig, if tables.drivers { &both } else { &[] });
+                let drivers = if tables.devices { vec![CARD] } else { vec![uplink, underlay] };
+                allow(&rig, if tables.drivers { &drivers } else { &[] });
             }
             let packet = Packet::random(&mut random, tables.tag()).as_sent();
-            let frame = packet.frame(tables.underlay, random.below(64) as u16);
+            let at_interface = packet.frame(tables.underlay, random.below(64) as u16);
+            let (arrives, leaves) = packet.devices();
+            let frame = if tables.devices { tagged(at_interface.clone(), arrives) } else { at_interface.clone() };
             let (native, tc) = packet.programs();
             let mut tries = 0;
             let (action, mine) = loop {
@@ -231,9 +248,13 @@ fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tabl
             }
             let by_vxlan = !packet.outward && tables.replies == transport::VXLAN;
             let what = format!("step {step}: {packet:?} with {tables:?}");
-            assert_as_at_tc(&rig, &wire, tc, &frame, mine, by_vxlan, &what);
+            let (tag, untagged) = if tables.devices { untagged(&mine) } else { (leaves, mine) };
+            assert_eq!(tag, leaves, "{what}");
+            assert_as_at_tc(&rig, &wire, tc, &at_interface, untagged, by_vxlan, &what);
             in_vlan += usize::from(tables.tag().is_some());
+            by_devices += usize::from(tables.devices);
         }
-        assert!(counts.iter().all(|count| *count > PACKETS / 15) && in_vlan > PACKETS / 30, "{counts:?} {in_vlan}");
+        assert!(counts.iter().all(|count| *count > PACKETS / 15), "{counts:?}");
+        assert!(in_vlan > PACKETS / 50 && by_devices > PACKETS / 100, "{in_vlan} {by_devices}");
     });
 }
