@@ -245,7 +245,10 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<ExitCode> {
     match command {
-        Command::Agent(args) => wait_for(agent(args)),
+        Command::Agent(args) => {
+            keep_little_memory();
+            wait_for(agent(args))
+        }
         Command::Controller(args) => wait_for(controller(args)),
         Command::Check(args) => wait_for(async {
             let config = Config::load(args.common.config.as_deref())?;
@@ -269,6 +272,17 @@ fn run(command: Command) -> Result<ExitCode> {
             io::stdout().write_all(&script)?;
             Ok(ExitCode::SUCCESS)
         }
+    }
+}
+
+/// Lets the allocator give back what is not used. An agent of a large cluster reads all its objects again for each change; with an arena for
+/// each thread, and a threshold for mappings that grows, it keeps half as much again.
+fn keep_little_memory() {
+    const MAPPED_FROM: libc::c_int = 64 << 10;
+    // SAFETY: there is only one thread yet, and the options are those of mallopt(3). A refusal changes nothing.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM);
     }
 }
 
