@@ -68,8 +68,9 @@ pub struct Measured {
 
 /// How long a controller may take for everything.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// How long nothing is written when all is done: numbers of pods follow after 5 s.
-const SETTLED: Duration = Duration::from_secs(8);
+/// How long nothing is written when all is done: numbers of pods follow after 5 s, and what a gateway has ceased to carry after 10 s or,
+/// where processors are busy, a little later.
+const SETTLED: Duration = Duration::from_secs(15);
 /// How long a cluster is watched in which nothing happens.
 const AT_REST: Duration = Duration::from_secs(60);
 /// The distance between gateways. All have agents, because sources probe them.
