@@ -275,9 +275,9 @@ impl Found {
             let _ = writeln!(page, "| {what} | {} |", figures.join(" | "));
         }
         page += "\nRenewals of leases and Events are not counted. A pod on a node that has none of its application costs one write at once, the \
-             node's lease. Its policy and that policy's egress IPs report new numbers 5 s later, each in one write for all pods that came \
-             meanwhile. Gateways write nothing for it: their answers to probes tell nodes what they know. A node's object \
-             is sent to the controller, to its own agent and to the gateways' agents; a gateway's is sent to every agent.\n";
+             node's lease. Its policy reports new numbers 5 s later, in one write for all pods that came meanwhile. Gateways write \
+             nothing for it: their answers to probes tell nodes what they know. A node's object is sent to the controller, to its own \
+             agent and to the gateways' agents; a gateway's is sent to every agent.\n";
         page
     }
 }
