@@ -5,7 +5,7 @@
 //! "Using name-based mappings to increase hit rates", 1998), so that a gateway that comes or goes changes few orders.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::hash::hash;
 use super::maglev;
@@ -30,18 +30,9 @@ pub fn orders(items: &[Floating<'_>], nodes: &[GatewayNode], decisions: &[Decisi
     }
     for (owner, own) in owned {
         own.iter().for_each(|at| loads.remove(*at, owner));
-        for at in &own {
-            if items[*at].count > 1
-                && let Some(heir) = heir(&items[*at], *at, nodes, &loads, &decisions[*at])
-            {
-                loads.add(*at, heir);
-                orders[*at].push(heir);
-            }
-        }
-        for at in &own {
-            if let Some(heir) = orders[*at].get(1) {
-                loads.remove(*at, *heir);
-            }
+        for (at, heir) in heirs(items, nodes, &mut loads, decisions, &own) {
+            loads.remove(at, heir);
+            orders[at].push(heir);
         }
         own.iter().for_each(|at| loads.add(*at, owner));
     }
@@ -52,18 +43,87 @@ pub fn orders(items: &[Floating<'_>], nodes: &[GatewayNode], decisions: &[Decisi
     orders
 }
 
-/// By how many egress IPs a previous next carrier may exceed the one that has the fewest. Without it, one egress IP more would make the next
-/// carriers of all others move by one.
-const SLACK: u32 = 1;
+/// The nodes that get the egress IPs of one owner when it dies, which `loads` has then: the gateway that an egress IP goes back to anyway; else
+/// the previous next one, as long as all end with equally many; else the one that has the fewest.
+///
+/// Previous ones come first, for all egress IPs: if each was compared with the smallest load at its turn, one egress IP more anywhere would make
+/// the next carriers of all others move on by one.
+fn heirs(
+    items: &[Floating<'_>],
+    nodes: &[GatewayNode],
+    loads: &mut Loads<'_>,
+    decisions: &[Decision],
+    own: &[usize],
+) -> BTreeMap<usize, u32> {
+    let mut heirs = BTreeMap::new();
+    let mut give = |loads: &mut Loads<'_>, at: usize, node: u32| {
+        loads.add(at, node);
+        heirs.insert(at, node);
+    };
+    let mut rest: Vec<usize> = own.iter().copied().filter(|at| items[*at].count > 1).collect();
+    rest.retain(|at| {
+        let other = |node: &u32| decisions[*at].owner != Some(*node) && nodes[*node as usize].stands_by();
+        let home = decisions[*at].preferred.filter(|node| other(node) && loads.has_room(*at, *node, None));
+        home.inspect(|home| give(loads, *at, *home)).is_none()
+    });
+    let (level, mut above) = level(items, nodes, loads, decisions, &rest);
+    for full in [false, true] {
+        rest.retain(|at| {
+            let before = previous(&items[*at], *at, nodes, loads, &decisions[*at]).filter(|node| match full {
+                false => loads.total(*node) < level,
+                true => loads.total(*node) == level && above > 0,
+            });
+            above -= u32::from(full && before.is_some());
+            before.inspect(|node| give(loads, *at, *node)).is_none()
+        });
+    }
+    for at in rest {
+        if let Some(heir) = heir(&items[at], at, nodes, loads, &decisions[at]) {
+            give(loads, at, heir);
+        }
+    }
+    heirs
+}
 
-/// The node that gets an egress IP when its owner dies: the gateway that it goes back to anyway; else the previous next one, as long as
-/// no other has many fewer ([`SLACK`]); else the one that has the fewest.
+/// How many egress IPs each node has at least when those that are left are spread evenly, and how many nodes have one more.
+fn level(
+    items: &[Floating<'_>],
+    nodes: &[GatewayNode],
+    loads: &Loads<'_>,
+    decisions: &[Decision],
+    left: &[usize],
+) -> (u32, u32) {
+    let able = |at: usize| {
+        let other = move |node: &u32| decisions[at].owner != Some(*node) && nodes[*node as usize].takes();
+        items[at].candidates.iter().copied().filter(other)
+    };
+    let sets: BTreeMap<usize, usize> = left.iter().map(|at| (items[*at].set, *at)).collect();
+    let all: BTreeSet<u32> = sets.into_values().flat_map(able).collect();
+    let missing = |level: u32| all.iter().map(|node| level.saturating_sub(loads.total(*node))).sum::<u32>();
+    let count = left.len() as u32;
+    let Some(mut level) = all.iter().map(|node| loads.total(*node)).min() else { return (0, 0) };
+    while missing(level + 1) <= count {
+        level += 1;
+    }
+    (level, count - missing(level))
+}
+
+/// The previous next carrier of an egress IP, if it may be kept without a look at other nodes.
+fn previous(
+    item: &Floating<'_>,
+    at: usize,
+    nodes: &[GatewayNode],
+    loads: &Loads<'_>,
+    decision: &Decision,
+) -> Option<u32> {
+    let before = item.carriers.iter().copied().find(|node| decision.owner != Some(*node))?;
+    let usual = !item.first && !item.zoned && nodes[before as usize].takes();
+    (usual && item.selects(before) && loads.has_room(at, before, None)).then_some(before)
+}
+
+/// The node with the fewest egress IPs, and among such nodes the previous next one.
 fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>, decision: &Decision) -> Option<u32> {
     let other = |node: &u32| decision.owner != Some(*node);
-    let home = decision.preferred.filter(|node| other(node) && nodes[*node as usize].stands_by());
-    if home.is_some_and(|node| loads.has_room(at, node, None)) {
-        return home;
-    }
     let zone = decision.owner.and_then(|owner| nodes[owner as usize].zone);
     let near = |node: u32| !item.zoned || nodes[node as usize].zone == zone;
     let takes = |node: u32| other(&node) && nodes[node as usize].takes();
@@ -76,7 +136,7 @@ fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>
         let same = proven && near(*node) == near(best);
         item.selects(*node) && nodes[*node as usize].stands_by() && same && loads.has_room(at, *node, None)
     });
-    Some(before.filter(|node| !item.first && loads.total(*node) <= loads.total(best) + SLACK).unwrap_or(best))
+    Some(before.filter(|node| !item.first && loads.total(*node) <= loads.total(best)).unwrap_or(best))
 }
 
 /// The other carriers of an egress IP: where zones matter those of the owner's zone first, then by weight.

@@ -23,7 +23,7 @@ use egress_core::{
 pub fn previous(objects: &ApiObjects) -> Plan {
     let egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
     let mut plan = Plan { egress_ips, ..Plan::default() };
-    let mut leases: BTreeMap<IpAddr, Vec<(u16, BlockLease)>> = BTreeMap::new();
+    let mut leased: BTreeMap<IpAddr, Vec<LeasedRange<'_>>> = BTreeMap::new();
     let mut revision = 0;
     for object in &objects.egress_nodes {
         let Some(name) = object.metadata.name.as_deref() else { continue };
@@ -31,28 +31,37 @@ pub fn previous(objects: &ApiObjects) -> Plan {
         for (list, state) in
             [(&object.spec.blocks, BlockState::Leased), (&object.spec.quarantined, BlockState::Quarantined)]
         {
-            for leased in list {
-                let Ok(address) = leased.egress_ip.parse::<IpAddr>() else { continue };
-                let leases = leases.entry(address).or_default();
-                for range in &leased.ranges {
-                    revision = revision.max(range.revision);
-                    let lease = BlockLease { node: node.clone(), revision: range.revision, state };
-                    let numbers = range.first..range.first.saturating_add(range.count);
-                    leases.extend(numbers.map(|number| (number, lease.clone())));
-                }
+            for of_address in list {
+                let Ok(address) = of_address.egress_ip.parse::<IpAddr>() else { continue };
+                let ranges = of_address.ranges.iter().inspect(|range| revision = revision.max(range.revision));
+                let ranges = ranges.map(|range| LeasedRange { range, node: node.clone(), state });
+                leased.entry(address).or_default().extend(ranges);
             }
         }
         let confirmed = object.status.as_ref().map_or(0, |status| status.own_lease_revision);
         revision = revision.max(confirmed.min(MAX_REVISION));
         assignments(object, &mut plan);
     }
-    plan.blocks = leases.into_iter().map(|(address, leases)| (address, newest(leases))).collect();
+    plan.blocks = leased.into_iter().map(|(address, ranges)| (address, newest(&ranges))).collect();
     plan.lease_revision = if revision == 0 { 0 } else { revision + 1 };
     plan
 }
 
+/// Blocks of one node. Those of all nodes and addresses, one by one, may be a million.
+struct LeasedRange<'a> {
+    range: &'a api::BlockRange,
+    node: NodeName,
+    state: BlockState,
+}
+
 /// The newest lease of each block. A controller that died may have given a block to its new holder before it took it from the old.
-fn newest(mut leases: Vec<(u16, BlockLease)>) -> Blocks {
+fn newest(ranges: &[LeasedRange<'_>]) -> Blocks {
+    let blocks = |leased: &LeasedRange<'_>| {
+        let lease = BlockLease { node: leased.node.clone(), revision: leased.range.revision, state: leased.state };
+        let numbers = leased.range.first..leased.range.first.saturating_add(leased.range.count);
+        numbers.map(move |number| (number, lease.clone()))
+    };
+    let mut leases: Vec<(u16, BlockLease)> = ranges.iter().flat_map(blocks).collect();
     leases.sort_by_key(|(number, lease)| (*number, Reverse(lease.revision)));
     leases.dedup_by_key(|(number, _)| *number);
     leases.into_iter().collect()

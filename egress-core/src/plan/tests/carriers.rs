@@ -54,15 +54,19 @@ proptest! {
 
     #[test]
     fn after_a_gateways_death_the_next_carrier_in_order_owns_the_address(
-        gateways in 2usize..8, counts in prop::collection::vec(1u32..6, 1..8), dead in 0usize..8,
+        gateways in 2usize..8, counts in prop::collection::vec(1u32..6, 1..8), dead in 0usize..8, one_by_one: bool,
     ) {
         let (mut snapshot, mut health) = cluster(gateways, 1);
-        pools(&mut snapshot, &counts);
-        let before = plan(&snapshot, &health, &Plan::default());
+        let mut before = Plan::default();
+        for n in 0..counts.len() {
+            // All at once, or one by one, each with the carriers so far.
+            pools(&mut snapshot, if one_by_one { &counts[..=n] } else { &counts });
+            before = plan(&snapshot, &health, &before);
+            report(&mut snapshot, &before);
+        }
         for ip in before.egress_ips.values() {
             prop_assert_eq!(ip.carriers.len(), gateways.min(DEFAULT_CARRIERS));
         }
-        report(&mut snapshot, &before);
         let dead: NodeName = format!("gw{}", dead % gateways).as_str().into();
         health.nodes.insert(dead.clone(), lapsed());
         let after = plan(&snapshot, &health, &before);
@@ -116,7 +120,8 @@ fn an_egress_ip_more_changes_few_other_orders() {
         add_policy(&mut snapshot, policy(&format!("policy{n}"), Source::Pools(vec![request("public", 1)])));
         let after = plan(&snapshot, &health, &before);
         let old = carriers(&before).into_iter().filter(|(address, old)| after.egress_ips[address].carriers != *old);
-        assert!(old.count() <= 1, "{n}");
+        // One for each other owner, where the last place of a level is another one's.
+        assert!(old.count() <= 4, "{n}");
         before = after;
     }
 }
