@@ -36,7 +36,7 @@ pub const QUESTION: &[u8] = b"question";
 /// The shortest time in which the kernel removes a flow by itself, whatever the configuration. An episode takes milliseconds.
 const TICK: Duration = Duration::from_nanos(1 << TICK_SHIFT);
 /// One episode in this many steps may be stalled for longer than that.
-const STALLS: usize = 5_000;
+const STALLS: usize = 50_000;
 /// The whole flow table is checked after this many steps; the flow of a step after each.
 const LOOK: usize = 50;
 
