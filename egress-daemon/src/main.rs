@@ -278,11 +278,11 @@ fn run(command: Command) -> Result<ExitCode> {
 /// Lets the allocator give back what is not used. An agent of a large cluster reads all its objects again for each change; with an arena for
 /// each thread, and a threshold for mappings that grows, it keeps half as much again.
 fn keep_little_memory() {
-    const MAPPED_FROM: libc::c_int = 64 << 10;
+    #[cfg(target_env = "gnu")]
     // SAFETY: there is only one thread yet, and the options are those of mallopt(3). A refusal changes nothing.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
-        libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 64 << 10);
     }
 }
 

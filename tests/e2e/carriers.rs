@@ -8,7 +8,9 @@ use anyhow::{Context as _, Result, ensure};
 use lab::traffic::{ConnectionReport, Mixed, Pauses, UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Family, Lab, Packet, PodSpec, Segment, StartOptions, Trace, wait_for, wait_until};
 
-use crate::support::{PATIENCE, WEB, announces, egress, policy, pool, start_with, wait_in_force, wait_owner};
+use crate::support::{
+    PATIENCE, WEB, announces, assert_no_strangers, egress, policy, pool, start_with, wait_in_force, wait_owner,
+};
 
 const HOSTS: [u8; 2] = [40, 41];
 /// The longest pause of a datagram's answer when a gateway fails: several times that of a quiet machine (docs/performance.md), and
@@ -86,10 +88,7 @@ fn under_load(options: &StartOptions, work: impl FnOnce(&mut Lab, &Load, &str) -
         work(lab, &load, &victim)?;
         load.0.wait_progress(PATIENCE)?;
         let trace = capture.finish()?;
-        for family in Family::BOTH {
-            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&trace, &server, &HOSTS);
         load.finish()
     });
 }

@@ -11,8 +11,8 @@ use lab::traffic::{
 use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, Server, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, at, attaching, counter, egress, fixed, sources, start_with, wait_counter, wait_in_force, web, web_pod,
-    web_pod_with,
+    PATIENCE, assert_no_strangers, at, attaching, counter, egress, fixed, sources, start_with, wait_counter,
+    wait_in_force, web, web_pod, web_pod_with,
 };
 
 /// VXLAN network identifiers, as in `egress_common::abi`.
@@ -42,10 +42,7 @@ fn bare(cni: Cni) -> Builder {
 /// Checks that the server has seen only the egress IPs as sources.
 fn no_strangers(capture: &Capture, server: &Server) -> Result<()> {
     let trace = capture.so_far();
-    for family in Family::BOTH {
-        let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
-        assert!(strangers.is_empty(), "{strangers:?}");
-    }
+    assert_no_strangers(&trace, server, &[10]);
     Ok(())
 }
 

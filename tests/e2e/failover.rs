@@ -10,8 +10,8 @@ use lab::traffic::{ConnectRate, ConnectionReport, ServerMode, TcpClients, TcpOpt
 use lab::{Capture, Family, Lab, PodSpec, Segment, Server, StartOptions, Trace, wait_for, wait_until};
 
 use crate::support::{
-    LOOK_PORT, PATIENCE, QUIET, WEB, egress, owner, policy, pool, start, start_with, wait_in_force, wait_owner,
-    wait_refused, web,
+    PATIENCE, QUIET, WEB, assert_no_strangers, egress, owner, policy, pool, start, start_with, wait_in_force,
+    wait_owner, wait_refused, web,
 };
 
 /// The egress IPs of both families with these host numbers.
@@ -29,17 +29,11 @@ fn wait_moved(lab: &Lab, hosts: &[u8], dead: &str) -> Result<()> {
     all_of(hosts).into_iter().try_for_each(|ip| wait_owner(lab, ip, |node| node != dead).map(drop))
 }
 
-/// Fails if anything came to `server` from other addresses than the egress IPs, or any reset was sent. The connections of [`wait_in_force`]
-/// end with a reset each, and one of them can come long after: if the reset is lost, the server sends its last segment again.
+/// Fails if anything came to `server` from other addresses than the egress IPs, or any reset was sent.
 fn check_trace(trace: &Trace, server: &Server, hosts: &[u8]) {
-    for family in Family::BOTH {
-        let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, hosts));
-        assert!(strangers.is_empty(), "{strangers:?}");
-    }
-    let looked =
-        |packet: &lab::Packet| packet.ports().is_some_and(|(from, to)| [from.port(), to.port()].contains(&LOOK_PORT));
-    let resets = trace.resets().filter(|packet| !looked(packet));
-    assert_eq!(resets.packets(), [], "somebody answered with a reset");
+    assert_no_strangers(trace, server, hosts);
+    let resets: Vec<_> = trace.resets().packets().iter().map(lab::Packet::ports).collect();
+    assert!(resets.is_empty(), "somebody answered with a reset: {resets:?}");
     assert_eq!(trace.wrong_checksums().packets(), []);
 }
 
@@ -144,10 +138,7 @@ fn dead_gateway_packets_avoid_one_that_does_not_answer() {
         let now: Vec<(IpAddr, Option<String>)> = all_of(&HOSTS).into_iter().map(|ip| (ip, owner(lab, ip))).collect();
         assert_eq!(now, owners, "no lease lapsed, so the plan is as it was");
         let trace = capture.finish()?;
-        for family in Family::BOTH {
-            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&trace, &server, &HOSTS);
         Ok(())
     });
 }
@@ -444,9 +435,7 @@ fn traffic_continues_while_the_controller_is_dead() {
         clients.wait_progress(3, PATIENCE)?;
         assert!(clients.close()?.iter().all(ConnectionReport::intact));
         let trace = capture.finish()?;
-        for family in Family::BOTH {
-            assert!(trace.strangers_towards(server.ips.ip(family), &egress(family, &[10, 11])).is_empty());
-        }
+        assert_no_strangers(&trace, &server, &[10, 11]);
         // Another controller continues where the first one stopped.
         lab.start_controller("controller2", &StartOptions::new())?;
         lab.manifests().write("web", &web(&[10, 12]))?;

@@ -4,7 +4,9 @@ use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Cni, Family, Lab, NetNs, Pod, PodSpec, Server};
 
-use crate::support::{PATIENCE, counter, egress, forbid, sources, start, wait_in_force, wait_owner, web};
+use crate::support::{
+    PATIENCE, assert_no_strangers, counter, egress, forbid, sources, start, wait_in_force, wait_owner, web,
+};
 
 /// The tool that makes a firewall's rules.
 #[derive(Clone, Copy, Debug)]
@@ -71,10 +73,7 @@ fn is_respected(lab: &Lab, pod: &Pod, tool: Tool) -> Result<()> {
     }
     drop((echo, udp));
     let trace = capture.finish()?;
-    for family in Family::BOTH {
-        let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
-        assert!(strangers.is_empty(), "{strangers:?}");
-    }
+    assert_no_strangers(&trace, &server, &[10]);
     Ok(())
 }
 

@@ -5,7 +5,9 @@ use anyhow::Result;
 use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, ping};
 use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, address, wait_for, wait_until};
 
-use crate::support::{PATIENCE, calm, egress, fixed, knows, start_with, wait_in_force, wait_owner, web};
+use crate::support::{
+    PATIENCE, assert_no_strangers, calm, egress, fixed, knows, start_with, wait_in_force, wait_owner, web,
+};
 
 /// The bit of the mark by which a node without a default route routes first packets to the tunnel device, as in `egress_common::abi`.
 const MARK: u32 = 0x1000;
@@ -49,10 +51,7 @@ fn flows_with(
         }
         test(lab, &pods)?;
         let trace = capture.finish()?;
-        for family in Family::BOTH {
-            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&trace, &server, &[10]);
         Ok(())
     });
 }

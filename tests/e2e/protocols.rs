@@ -10,7 +10,9 @@ use lab::traffic::{
 };
 use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, address, wait_until};
 
-use crate::support::{PATIENCE, answers_in_fragments, bypass, calm, egress, fixed, start_with, wait_in_force, web};
+use crate::support::{
+    PATIENCE, answers_in_fragments, assert_no_strangers, bypass, calm, egress, fixed, start_with, wait_in_force, web,
+};
 use crate::transport::wait_transport;
 
 const HOSTS: [u8; 2] = [10, 11];
@@ -250,10 +252,7 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
             assert_eq!(report.replies.len(), 1, "{report:?}");
             assert_eq!(at_pod.finish()?.wrong_checksums().packets(), []);
             let trace = capture.finish()?;
-            for family in Family::BOTH {
-                let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
-                assert!(strangers.is_empty(), "{strangers:?}");
-            }
+            assert_no_strangers(&trace, server, &HOSTS);
             Ok(())
         });
     }

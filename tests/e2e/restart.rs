@@ -10,7 +10,9 @@ use lab::traffic::{
 };
 use lab::{Capture, Family, Lab, PodSpec, wait_for, wait_until};
 
-use crate::support::{PATIENCE, QUIET, all_answered, calm, egress, start, wait_in_force, wait_sources, web, web_pod};
+use crate::support::{
+    PATIENCE, QUIET, all_answered, assert_no_strangers, calm, start, wait_in_force, wait_sources, web, web_pod,
+};
 
 const HOSTS: [u8; 3] = [10, 11, 12];
 
@@ -71,10 +73,7 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
         assert_eq!(undelivered(&ends, &streams.connections()), 0);
         all_answered(&datagrams)?;
         let trace = capture.finish()?;
-        for family in Family::BOTH {
-            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10, 11, 12, 13]));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&trace, &server, &[10, 11, 12, 13]);
         assert_eq!(trace.wrong_checksums().packets(), []);
         Ok(())
     });

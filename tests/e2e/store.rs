@@ -4,7 +4,9 @@ use anyhow::Result;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, Family, Lab, PodSpec, StartOptions, wait_for, wait_until};
 
-use crate::support::{PATIENCE, WEB, calm, egress, gateways, policy, start, start_with, wait_in_force, web};
+use crate::support::{
+    PATIENCE, WEB, assert_no_strangers, calm, gateways, policy, start, start_with, wait_in_force, web,
+};
 
 /// What Spillway wrote about a policy.
 fn status(lab: &Lab, name: &str) -> String {
@@ -60,10 +62,7 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         wait_in_force(&pod, &server, &[10])?;
 
         let trace = capture.finish()?;
-        for family in Family::BOTH {
-            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&trace, &server, &[10]);
         // Everything else continues: another policy is added meanwhile.
         let other =
             "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
@@ -134,10 +133,7 @@ fn a_second_controller_stands_by_and_takes_over() {
         let peers = clients.close()?;
         assert!(peers.iter().all(|one| one.wrong == 0));
         let trace = capture.finish()?;
-        for family in Family::BOTH {
-            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10, 11, 12]));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&trace, &server, &[10, 11, 12]);
         Ok(())
     });
 }

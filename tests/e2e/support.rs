@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use lab::hook::Means;
 use lab::traffic::{FragmentOrder, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, send_fragments};
-use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
+use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, Trace, address, wait_until};
 use serde_json::Value;
 
 /// How long to wait for a condition that a loaded machine reaches in a second.
@@ -178,6 +178,15 @@ pub fn wait_sources(from: &NetNs, server: &Server, family: Family, expected: &[I
         seen.keys().copied().collect::<BTreeSet<_>>() == expected && seen.values().sum::<usize>() == count
     };
     wait_until(&what, PATIENCE, || sources(from, server, family, count), good).map(drop)
+}
+
+/// Fails if anything came to `server` from other addresses than the egress IPs with these host numbers.
+#[track_caller]
+pub fn assert_no_strangers(trace: &Trace, server: &Server, hosts: &[u8]) {
+    for family in Family::BOTH {
+        let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, hosts));
+        assert!(strangers.is_empty(), "{strangers:?}");
+    }
 }
 
 /// Waits until the egress IPs with these host numbers are in force for a pod, in both families.

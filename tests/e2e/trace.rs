@@ -5,7 +5,7 @@ use lab::process::Process;
 use lab::traffic::{UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Family, Lab, Pod, Server, wait_for, wait_until};
 
-use crate::support::{PATIENCE, all_answered, calm, egress, sources, web_pod};
+use crate::support::{PATIENCE, all_answered, assert_no_strangers, calm, egress, sources, web_pod};
 
 /// The kernel's numbers of the `pod_egress` programs of `worker1`'s agent that are at an interface.
 fn attached(lab: &Lab) -> Result<Vec<u64>> {
@@ -82,10 +82,7 @@ fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet()
         wait_until("the usual programs are back", PATIENCE, || attached(lab), |now| *now == usual)?;
         all_answered(&flows)?;
         let seen = capture.finish()?;
-        for family in Family::BOTH {
-            let strangers = seen.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&seen, &server, &[10]);
         Ok(())
     });
 }

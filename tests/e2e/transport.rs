@@ -10,7 +10,9 @@ use lab::traffic::{
 };
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, wait_until};
 
-use crate::support::{PATIENCE, counter, egress, fixed, start_with, wait_counter, wait_in_force, web};
+use crate::support::{
+    PATIENCE, assert_no_strangers, counter, egress, fixed, start_with, wait_counter, wait_in_force, web,
+};
 
 const HOSTS: [u8; 2] = [10, 11];
 /// The tunnel's UDP port.
@@ -113,10 +115,7 @@ fn carried(builder: lab::Builder, transport: &str, sent: &str) {
             assert!(merged("gw1")? + merged("gw2")? > 0);
         }
         let (at_server, _) = at_server.finish_lossy()?;
-        for family in Family::BOTH {
-            let strangers = at_server.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&at_server, &server, &HOSTS);
         assert_eq!(at_server.wrong_checksums().packets(), []);
         Ok(())
     });

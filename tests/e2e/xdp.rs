@@ -12,7 +12,7 @@ use lab::{Capture, Family, Lab, PodSpec, Server, StartOptions, Vlans, wait_until
 
 use crate::subnets::{addresses, gateway, in_subnet, of_app};
 use crate::support::{
-    CALM, PATIENCE, all_answered, counter, egress, start_with, wait_counter, wait_sources, web_pod_with,
+    CALM, PATIENCE, all_answered, assert_no_strangers, counter, start_with, wait_counter, wait_sources, web_pod_with,
 };
 use crate::transport::everything;
 
@@ -56,7 +56,7 @@ fn gateways_whose_interfaces_are_vlan_devices_of_one_card_use_its_driver() {
     ["direct", "vxlan"].into_iter().for_each(|transport| all_protocols_arrive(builder().vlan_devices(), transport));
 }
 
-/// All protocols arrive at a server, and the drivers of the gateway send nearly all packets in both directions.
+/// All protocols arrive at a server, and the drivers of the gateway send most packets in both directions.
 fn all_protocols_arrive(builder: lab::Builder, transport: &str) {
     builder.cards().run(|lab| {
         let (pod, server) = web_pod_with(lab, &HOSTS, &options(transport, "Native"))?;
@@ -64,12 +64,10 @@ fn all_protocols_arrive(builder: lab::Builder, transport: &str) {
         let capture = Capture::start(&server.ns, "eth0")?;
         let before = forwarded(lab)?;
         everything(&pod, &server)?;
-        assert_nearly_all_by_drivers(lab, before)?;
+        // Fragments, and the first packet of each moment, are not.
+        assert_sent_by_drivers(lab, before, 75)?;
         let (trace, _) = capture.finish_lossy()?;
-        for family in Family::BOTH {
-            let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &HOSTS));
-            assert!(strangers.is_empty(), "{strangers:?}");
-        }
+        assert_no_strangers(&trace, &server, &HOSTS);
         assert_eq!(trace.wrong_checksums().packets(), []);
         Ok(())
     });
@@ -81,11 +79,12 @@ fn forwarded(lab: &Lab) -> Result<[u64; 3]> {
     Ok([sent?, out?, back?])
 }
 
-/// Fragments, and the first packet of each moment, are not sent at the driver. One direction alone would be about half.
-fn assert_nearly_all_by_drivers(lab: &Lab, before: [u64; 3]) -> Result<()> {
+/// More than this part of the packets since `before` were sent at drivers. One direction alone would be about half.
+fn assert_sent_by_drivers(lab: &Lab, before: [u64; 3], percent: u64) -> Result<()> {
     let now = forwarded(lab)?;
     let [sent, out, back] = [0, 1, 2].map(|i| now[i] - before[i]);
-    assert!(back > 1000 && sent > (out + back) * 3 / 4, "{sent} of {out} and {back}: {:?}", lab.counters("gw1")?);
+    let enough = back > 1000 && sent > 1000 && sent * 100 > (out + back) * percent;
+    assert!(enough, "{sent} of {out} and {back}: {:?}", lab.counters("gw1")?);
     Ok(())
 }
 
@@ -111,7 +110,8 @@ fn packets_of_a_vlan_go_through_the_driver_programs_both_ways() {
             wait_native(lab, &BOTH)?;
             let before = forwarded(lab)?;
             everything(&pod, &inside)?;
-            assert_nearly_all_by_drivers(lab, before)
+            // Only fragments are not: the kernel has no next hop to confirm.
+            assert_sent_by_drivers(lab, before, 90)
         });
     }
 }

@@ -103,8 +103,8 @@ pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
     let candidates =
         || table.links.values().filter(|link| link.kind != LinkKind::Loopback && link.name != rules.tunnel);
 
-    let below = |link: &Link| link.peer.filter(|_| matches!(link.kind, LinkKind::Vlan(_)) && link.peer_netns.is_none());
-    let cards: BTreeSet<u32> = candidates().filter_map(below).collect();
+    let vlans = candidates().filter(|link| matches!(link.kind, LinkKind::Vlan(_)));
+    let cards: BTreeSet<u32> = vlans.filter_map(Link::below).collect();
 
     let pods: BTreeSet<u32> = candidates()
         .filter(|link| {

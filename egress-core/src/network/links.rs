@@ -85,6 +85,13 @@ pub struct Link {
     pub addresses: Vec<IpNet>,
 }
 
+impl Link {
+    /// The ifindex of the other end or lower device, if it is in this namespace: the card of a VLAN device.
+    pub fn below(&self) -> Option<u32> {
+        self.peer.filter(|_| self.peer_netns.is_none())
+    }
+}
+
 /// One next hop of a route to 0.0.0.0/0 or ::/0, in any table. A multipath route is several of these with the same
 /// metric.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -211,9 +218,7 @@ impl LinkState {
                 stale.links.extend(
                     self.links
                         .values()
-                        .filter(|link| {
-                            link.kind == LinkKind::Veth && link.peer == Some(index) && link.peer_netns.is_none()
-                        })
+                        .filter(|link| link.kind == LinkKind::Veth && link.below() == Some(index))
                         .map(|link| link.index),
                 );
             }

@@ -91,8 +91,7 @@ fn card<'a>(table: &'a LinkTable, link: &'a Link) -> Result<&'a Link, Why> {
     if !matches!(link.kind, LinkKind::Vlan(1..=4094)) {
         return Err(Why::only(format!("{name} is no VLAN device of 802.1Q with a VLAN from 1 to 4094")));
     }
-    let below = link.peer.filter(|_| link.peer_netns.is_none());
-    match below.and_then(|index| table.links.get(&index)) {
+    match link.below().and_then(|index| table.links.get(&index)) {
         None => Err(Why::only(format!("the card of {name} is not in this network namespace"))),
         Some(below) if is_vlan(below) => Err(Why::only(format!("{name} is in the VLAN of {}: two tags", below.name))),
         Some(card) => Ok(card),

@@ -5,7 +5,7 @@
 //! "Using name-based mappings to increase hit rates", 1998), so that a gateway that comes or goes changes few orders.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use super::hash::hash;
 use super::maglev;
@@ -69,7 +69,10 @@ fn heirs(
     let (level, mut above) = level(items, nodes, loads, decisions, &rest);
     for full in [false, true] {
         rest.retain(|at| {
-            let before = previous(&items[*at], *at, nodes, loads, &decisions[*at]).filter(|node| match full {
+            let item = &items[*at];
+            let before = previous(item, *at, nodes, loads, &decisions[*at]);
+            let usual = before.filter(|node| !item.first && !item.zoned && nodes[*node as usize].takes());
+            let before = usual.filter(|node| match full {
                 false => loads.total(*node) < level,
                 true => loads.total(*node) == level && above > 0,
             });
@@ -98,17 +101,21 @@ fn level(
         items[at].candidates.iter().copied().filter(other)
     };
     let sets: BTreeMap<usize, usize> = left.iter().map(|at| (items[*at].set, *at)).collect();
-    let all: BTreeSet<u32> = sets.into_values().flat_map(able).collect();
-    let missing = |level: u32| all.iter().map(|node| level.saturating_sub(loads.total(*node))).sum::<u32>();
+    // Sorted already if there is one set; it may have every node of a large cluster.
+    let mut all: Vec<u32> = sets.into_values().flat_map(able).collect();
+    all.sort_unstable();
+    all.dedup();
+    let totals: Vec<u32> = all.into_iter().map(|node| loads.total(node)).collect();
+    let missing = |level: u32| totals.iter().map(|total| level.saturating_sub(*total)).sum::<u32>();
     let count = left.len() as u32;
-    let Some(mut level) = all.iter().map(|node| loads.total(*node)).min() else { return (0, 0) };
+    let Some(mut level) = totals.iter().copied().min() else { return (0, 0) };
     while missing(level + 1) <= count {
         level += 1;
     }
     (level, count - missing(level))
 }
 
-/// The previous next carrier of an egress IP, if it may be kept without a look at other nodes.
+/// The previous next carrier of an egress IP, if it can still be that.
 fn previous(
     item: &Floating<'_>,
     at: usize,
@@ -117,8 +124,8 @@ fn previous(
     decision: &Decision,
 ) -> Option<u32> {
     let before = item.carriers.iter().copied().find(|node| decision.owner != Some(*node))?;
-    let usual = !item.first && !item.zoned && nodes[before as usize].takes();
-    (usual && item.selects(before) && loads.has_room(at, before, None)).then_some(before)
+    let able = item.selects(before) && nodes[before as usize].stands_by() && loads.has_room(at, before, None);
+    able.then_some(before)
 }
 
 /// The node with the fewest egress IPs, and among such nodes the previous next one.
@@ -131,10 +138,9 @@ fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>
         .best(at, |node| takes(node) && near(node))
         .or_else(|| loads.best(at, takes))
         .or_else(|| loads.best(at, |node| other(&node) && nodes[node as usize].stands_by()))?;
-    let before = item.carriers.iter().copied().find(other).filter(|node| {
+    let before = previous(item, at, nodes, loads, decision).filter(|node| {
         let proven = nodes[*node as usize].takes() == nodes[best as usize].takes();
-        let same = proven && near(*node) == near(best);
-        item.selects(*node) && nodes[*node as usize].stands_by() && same && loads.has_room(at, *node, None)
+        proven && near(*node) == near(best)
     });
     Some(before.filter(|node| !item.first && loads.total(*node) <= loads.total(best)).unwrap_or(best))
 }

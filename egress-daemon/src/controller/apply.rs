@@ -118,7 +118,7 @@ pub(super) fn is_news_of_egress_ip(old: &EgressIPStatus, new: &EgressIPStatus) -
 }
 
 /// Whether the shares of each node differ so much that nodes would keep too many blocks, or too few.
-fn is_far(old: &EgressIPStatus, new: &EgressIPStatus) -> bool {
+pub(super) fn is_far(old: &EgressIPStatus, new: &EgressIPStatus) -> bool {
     let (less, more) = (old.block_share.min(new.block_share), old.block_share.max(new.block_share));
     more > 2 * less
 }

@@ -4,10 +4,10 @@ mod drains;
 mod networks;
 mod tenancy;
 
-use super::apply::{is_news_of_egress_ip, is_news_of_policy};
+use super::apply::{is_far, is_news_of_egress_ip, is_news_of_policy};
 use super::*;
 use crate::api::Pod;
-use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode};
+use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressIPStatus, EgressNode};
 use crate::snapshot::{ApiObjects, desired, previous, snapshot};
 use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
 use crate::store::{Changes, Files, Key, Store};
@@ -352,6 +352,17 @@ fn left_to_do(store: &Store) -> Option<String> {
     let differ = wanted.policies.len() != statuses.len()
         || wanted.policies.values().zip(&statuses).any(|(a, b)| is_news_of_policy(a, b));
     differ.then(|| format!("{:#?} instead of {statuses:#?}", wanted.policies))
+}
+
+#[test]
+fn a_share_is_news_where_blocks_are_scarce_and_far_beyond_a_factor_of_two() {
+    let status =
+        |block_share, blocks_scarce| EgressIPStatus { block_share, blocks_scarce, ..EgressIPStatus::default() };
+    let spare = |old, new| is_far(&status(old, false), &status(new, false));
+    assert!(!spare(25, 24) && !spare(24, 12) && !spare(12, 24) && spare(25, 12) && spare(12, 25) && spare(0, 1));
+    assert!(!is_news_of_egress_ip(&status(25, false), &status(24, false)));
+    assert!(is_news_of_egress_ip(&status(25, true), &status(24, true)));
+    assert!(is_news_of_egress_ip(&status(25, false), &status(25, true)));
 }
 
 #[tokio::test(flavor = "multi_thread")]

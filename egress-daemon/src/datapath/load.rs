@@ -219,6 +219,8 @@ fn open(
     let pinned = |name: &String| !name.starts_with('.') && !own.contains(&name.as_str());
     let names: Vec<String> = object.maps.into_keys().filter(pinned).collect();
     let mut loader = EbpfLoader::new();
+    // The programs do not refer to the kernel's types, and those take 26 MiB.
+    loader.btf(None);
     loader.verifier_log_level(VerifierLogLevel::STATS);
     for name in &names {
         loader.map_pin_path(name, pins.map(name));

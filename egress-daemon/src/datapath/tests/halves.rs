@@ -20,6 +20,7 @@ use egress_common::{
     limits,
     verdict::Counter,
 };
+use egress_core::encode::NodeView;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr},
@@ -107,15 +108,19 @@ fn flows_are_dated_by_the_clock_that_the_tools_read() {
     assert_eq!(flow.last_seen, flow.created);
 }
 
+/// A scene whose flows do not expire meanwhile, not even in an emulated guest.
+fn lasting() -> NodeView {
+    let mut view = scene();
+    view.config.as_mut().unwrap().udp = limits::UDP_SECS as u32;
+    view
+}
+
 /// Flows that two CPUs make at once.
 const RACES: u16 = 3_000;
 
 #[test]
 fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
-    // None expires meanwhile on a slow machine.
-    let mut view = scene();
-    view.config.as_mut().unwrap().udp = limits::UDP_SECS as u32;
-    let Some(mut rig) = Rig::new("create-race", &view) else { return };
+    let Some(mut rig) = Rig::new("create-race", &lasting()) else { return };
     let mut others = Programs::load_lazily(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
     let frames: Vec<Vec<u8>> = (0..RACES)
         .map(|n| seal(ip(addr(POD4), server(u32::from(n) / 64), UDP, &[], &udp(20_000 + n, 443, b"data"))))
@@ -159,7 +164,7 @@ fn server(n: u32) -> IpAddr {
 
 #[test]
 fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
-    let Some(mut rig) = Rig::new("full", &scene()) else { return };
+    let Some(mut rig) = Rig::new("full", &lasting()) else { return };
     // As many as the tables hold (see `Rig::new`).
     let all = 4096;
     let frame = |n: u32| seal(ip(addr(POD4), server(n / 64), UDP, &[], &udp(1024 + n as u16, 53, b"question")));

@@ -56,6 +56,14 @@ pub(super) fn families() -> [(IpAddr, IpAddr); 2] {
     [(SERVER4, EGRESS4), (SERVER6, EGRESS6)].map(|(s, e)| (addr(s), addr(e)))
 }
 
+/// For each family: an egress IP, a SYN from this port of it that the other node has sent here, and an answer from outside.
+pub(super) fn exchanges(port: u16) -> [(IpAddr, Vec<u8>, Vec<u8>); 2] {
+    families().map(|(server, egress)| {
+        let out = from_node(seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[]))));
+        (egress, out, seal(ip(server, egress, UDP, &[], &udp(443, port, b"answer"))))
+    })
+}
+
 /// The frame to this node, from the other one.
 pub(super) fn from_node(mut frame: Vec<u8>) -> Vec<u8> {
     frame[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());

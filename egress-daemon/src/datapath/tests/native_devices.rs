@@ -3,8 +3,8 @@
 //! what sort of device has an index, so TAP devices stand for VLAN devices.
 
 use super::{
-    frames::{HOST_MAC, TCP, UDP, ip, seal, tagged, tcp, udp, wrapped},
-    native::{BOTH_WAYS, FROM_OUTSIDE, LOOPBACK, PASS, SENT, families, from_node, gateway},
+    frames::{HOST_MAC, UDP, ip, seal, tagged, udp, wrapped},
+    native::{BOTH_WAYS, FROM_OUTSIDE, LOOPBACK, PASS, SENT, exchanges, families, from_node, gateway},
     native_vlan::{PRIORITY, VLAN, assert_as_at_tc, know_next_hops, put_into_subnets},
     rig::*,
     wire::Wire,
@@ -90,9 +90,7 @@ fn frames_of_vlan_devices_leave_with_the_tag_of_another_one_and_otherwise_as_at_
             for (kind, view) in [("floating", floating), ("in a subnet", in_subnets), ("the node's own", own)] {
                 write(&mut rig, &view, &both(&wire));
                 rig.reply_by(transport);
-                for (server, egress) in families() {
-                    let out = from_node(seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[]))));
-                    let back = seal(ip(server, egress, UDP, &[], &udp(443, port, b"answer")));
+                for (egress, out, back) in exchanges(port) {
                     for (native, tc, arrives, frame, leaves) in ways(ends, [&out, &back]) {
                         let what = format!("{egress} ({kind}) by {transport} over {ends:?}, in VLAN {arrives}");
                         if kind == "the node's own" && leaves == UNDER {
@@ -188,9 +186,7 @@ fn a_vlan_of_an_egress_ip_works_next_to_a_vlan_device_of_the_same_card() {
         write(&mut rig, &view, &[(UNDER, wire.underlay)]);
         Devices::open(rig.pins()).unwrap().set(&BTreeSet::from([CARD, wire.uplink])).unwrap();
         rig.reply_by(DIRECT);
-        for (server, egress) in families() {
-            let out = from_node(seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[]))));
-            let back = seal(ip(server, egress, UDP, &[], &udp(443, port, b"answer")));
+        for (egress, out, back) in exchanges(port) {
             for (tc, arrives, frame, at_tc, leaves) in [
                 ("underlay_ingress", UNDER, &out, out.clone(), VLAN),
                 ("uplink_ingress", VLAN, &back, tagged(back.clone(), VLAN), UNDER),

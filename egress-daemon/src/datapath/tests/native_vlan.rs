@@ -2,8 +2,8 @@
 //! back as the programs at TC send them, and what those would not forward is left to them.
 
 use super::{
-    frames::{HOST_MAC, Read, TCP, UDP, fragment, ip, read, seal, tagged, tcp, udp, wrapped},
-    native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, families, from_node, gateway},
+    frames::{HOST_MAC, Read, UDP, fragment, ip, read, seal, tagged, udp, wrapped},
+    native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, exchanges, families, from_node, gateway},
     rig::*,
     wire::Wire,
 };
@@ -96,9 +96,8 @@ fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
             know_next_hops(&rig, true);
             allow(&rig, &[wire.uplink, wire.underlay]);
             rig.reply_by(transport);
-            for (server, egress) in families() {
+            for (egress, packet, reply) in exchanges(port) {
                 let what = format!("{egress} in VLAN {vlan}, by {transport} over {ends:?}");
-                let packet = from_node(seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[]))));
                 let forwarded = rig.count(Counter::Forwarded);
                 let there = [SUBNET_MAC, UPLINK_MAC].concat();
                 let expected = in_vlan([&there, &packet[12..]].concat(), vlan);
@@ -108,7 +107,6 @@ fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
                     assert_as_at_tc(&rig, &wire, "underlay_ingress", &frame, expected.clone(), false, &what);
                 }
                 assert!(rig.count(Counter::Forwarded) >= forwarded + 3, "{what}");
-                let reply = seal(ip(server, egress, UDP, &[], &udp(443, port, b"answer")));
                 let tags = if vlan == 0 { vec![0] } else { vec![vlan, PRIORITY | vlan] };
                 for frame in tags.into_iter().map(|tag| in_vlan(reply.clone(), tag)) {
                     for (native, tc) in [(BOTH_WAYS, "underlay_ingress"), (FROM_OUTSIDE, "uplink_ingress")] {
