@@ -158,7 +158,6 @@ async fn keep(
 ) {
     let mut verify = tokio::time::interval(VERIFY);
     let (mut lookout, mut looks) = (Lookout::default(), 0);
-    let mut ours = attacher.programs();
     let mut devices = Devices::open(attacher.pins()).ok();
     loop {
         let all = tokio::select! {
@@ -173,7 +172,6 @@ async fn keep(
             _ = verify.tick() => true,
             Some(change) = traces.recv() => {
                 block_in_place(|| trace::carry_out(change, &mut attacher));
-                ours = attacher.programs();
                 true
             }
         };
@@ -206,6 +204,7 @@ async fn keep(
         let seen: BTreeSet<Hook> = seen.collect();
         looks += u32::from(all);
         // After ours are attached, those of an earlier agent are gone.
+        let ours = attacher.programs();
         let bypass = block_in_place(|| lookout.look(&names, &ours, all && looks % SEARCH == 0)).map(str::to_owned);
         log(saw.borrow().bypass.as_deref(), bypass.as_deref());
         let seen = Seen { hooks: seen, bypass, native };

@@ -50,10 +50,9 @@ pub fn find(setting: Xdp, hooks: &BTreeMap<Hook, String>, table: &LinkTable, att
     // An earlier agent's program is replaced.
     let ours = native::pinned(attacher.pins()).into_values().collect();
     let looked = drivers::look(cards(table, interfaces()).into_values(), &ours);
-    let verdict = |index: u32| match (attacher.not_native(), &looked) {
-        (Some(error), _) => Err(Why::only(format!("the kernel does not accept the program: {error}"))),
-        (None, Err(error)) => Err(Why::only(format!("the drivers cannot be read: {error}"))),
-        (None, Ok(drivers)) => place(setting, table, index, drivers),
+    let verdict = |index: u32| match &looked {
+        Err(error) => Err(Why::only(format!("the drivers cannot be read: {error}"))),
+        Ok(drivers) => place(setting, table, index, drivers),
     };
     let verdicts: Vec<_> = candidates(hooks).map(|(program, index, name)| (program, name, verdict(index))).collect();
     let hooks = at_cards(verdicts.iter().filter_map(|(program, _, verdict)| Some((*program, *verdict.as_ref().ok()?))));

@@ -123,9 +123,9 @@ impl Attacher {
         self.mode
     }
 
-    /// The kernel's numbers of our programs.
-    pub fn programs(&mut self) -> BTreeSet<u32> {
-        let sets = std::iter::once(&mut self.programs).chain(self.traced.as_mut().map(|(programs, _)| programs));
+    /// The kernel's numbers of our programs, as far as they are loaded.
+    pub fn programs(&self) -> BTreeSet<u32> {
+        let sets = std::iter::once(&self.programs).chain(self.traced.as_ref().map(|(programs, _)| programs));
         sets.flat_map(|set| PROGRAMS.into_iter().chain(NATIVE).filter_map(|name| set.id(name))).collect()
     }
 
@@ -159,11 +159,6 @@ impl Attacher {
             Some((programs, pod)) if is_passed(hook, *pod) => programs,
             _ => &mut self.programs,
         }
-    }
-
-    /// Why this kernel does not accept the programs for drivers.
-    pub fn not_native(&self) -> Option<&str> {
-        self.programs.not_native()
     }
 
     /// Where the pins are.

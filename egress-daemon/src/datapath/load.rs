@@ -31,6 +31,8 @@ pub const PROGRAMS: [&str; 7] = [
 ];
 /// The programs at the drivers of a gateway's underlay and of its uplinks, in front of those at TC.
 pub const NATIVE: [&str; 2] = ["underlay_xdp", "uplink_xdp"];
+/// The one of [`PROGRAMS`] that most nodes never need. Like [`NATIVE`], it is loaded when it is first attached.
+const ON_DEMAND: &str = "shaper_ingress";
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
 /// The ring buffer of beginnings and ends of flows.
@@ -246,8 +248,6 @@ fn open(
 /// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
 pub struct Programs {
     ebpf: Ebpf,
-    /// Why the kernel does not accept the programs for drivers, without which everything works.
-    not_native: Option<String>,
     /// Whether the buffer of beginnings and ends of flows is the one that programs have written to before.
     kept_events: bool,
 }
@@ -263,9 +263,10 @@ fn give_back() {
 }
 
 impl Programs {
-    /// Loads all programs against the pinned maps, which are created if missing, and arms the collector.
+    /// Loads the programs that every node needs against the pinned maps, which are created if missing, and arms the collector.
+    /// The others are loaded by [`get`](Self::get) and [`native`](Self::native): verification is most of an agent's start.
     ///
-    /// `attached` programs keep running until [`attach`](super::attach) replaces them.
+    /// Attached programs keep running until [`attach`](super::attach) replaces them.
     pub fn load(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         Self::load_from(OBJECT, pins, sizes)
     }
@@ -273,22 +274,15 @@ impl Programs {
     /// The same from any object: tests use one of another version.
     pub(super) fn load_from(bytes: &[u8], pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         let mut programs = Self::open(bytes, pins, sizes)?;
-        for name in PROGRAMS.into_iter().chain([COLLECTOR, DECAPSULATION]) {
-            programs.load_one(name)?;
-        }
-        for name in NATIVE {
-            match programs.load_one(name) {
-                Err(LoadError::Program { source, .. }) => {
-                    programs.not_native.get_or_insert(source.to_string());
-                }
-                loaded => loaded?,
-            }
-        }
+        programs.load_usual()?;
         programs.begin(pins)
     }
 
-    /// The same, but each program is loaded when [`get`](Self::get) or [`native`](Self::native) is first asked for it. The verification of
-    /// all of them would be most of the time that a test takes.
+    fn load_usual(&mut self) -> Result<(), LoadError> {
+        PROGRAMS.into_iter().filter(|name| *name != ON_DEMAND).try_for_each(|name| self.load_one(name))
+    }
+
+    /// The same, but no program is loaded before it is asked for.
     #[cfg(test)]
     pub(super) fn load_lazily(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         Self::open(OBJECT, pins, sizes)?.begin(pins)
@@ -300,7 +294,7 @@ impl Programs {
         let object = parse(bytes)?;
         grown::set_aside(pins, &object)?;
         let kept_events = keep_events(pins, sizes.events_room())?;
-        Ok(Self { ebpf: open(bytes, object, pins, sizes, None)?, not_native: None, kept_events })
+        Ok(Self { ebpf: open(bytes, object, pins, sizes, None)?, kept_events })
     }
 
     fn begin(mut self, pins: &Pins) -> Result<Self, LoadError> {
@@ -315,10 +309,8 @@ impl Programs {
     pub fn load_trace(pins: &Pins, sizes: Sizes, filter: &TraceFilter) -> Result<Self, LoadError> {
         let object = parse(TRACE_OBJECT)?;
         let ebpf = open(TRACE_OBJECT, object, pins, sizes, Some(filter))?;
-        let mut programs = Self { ebpf, not_native: None, kept_events: true };
-        for name in PROGRAMS.into_iter().chain([COLLECTOR]) {
-            programs.load_one(name)?;
-        }
+        let mut programs = Self { ebpf, kept_events: true };
+        programs.load_usual()?;
         // It only sets the clock.
         programs.start_collector()?;
         give_back();
@@ -330,12 +322,12 @@ impl Programs {
         &mut self.ebpf
     }
 
-    /// A program by its name.
+    /// A program by its name, loaded.
     pub fn get(&mut self, program: &'static str) -> Result<&mut SchedClassifier, LoadError> {
         self.of_kind(program)
     }
 
-    /// A program for drivers by its name.
+    /// A program for drivers by its name, loaded.
     pub fn native(&mut self, program: &'static str) -> Result<&mut Xdp, LoadError> {
         self.of_kind(program)
     }
@@ -344,7 +336,6 @@ impl Programs {
     where
         for<'a> &'a mut P: TryFrom<&'a mut Program, Error = ProgramError>,
     {
-        #[cfg(test)]
         if self.find(program)?.fd().is_err() {
             self.load_one(program)?;
         }
@@ -365,18 +356,9 @@ impl Programs {
         self.ebpf.program_mut(program).ok_or_else(missing)
     }
 
-    /// The kernel's number of a program.
-    pub fn id(&mut self, program: &'static str) -> Option<u32> {
-        let info = match NATIVE.contains(&program) {
-            true => self.native(program).ok()?.info(),
-            false => self.get(program).ok()?.info(),
-        };
-        Some(info.ok()?.id())
-    }
-
-    /// Why the programs for drivers cannot be used on this kernel.
-    pub fn not_native(&self) -> Option<&str> {
-        self.not_native.as_deref()
+    /// The kernel's number of a program, if it is loaded.
+    pub fn id(&self, program: &str) -> Option<u32> {
+        Some(self.ebpf.program(program)?.info().ok()?.id())
     }
 
     /// Whether beginnings and ends of flows have been reported continuously since an earlier agent read them.
