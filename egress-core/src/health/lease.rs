@@ -11,7 +11,7 @@ use crate::model::NodeName;
 /// How long things take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseTimes {
-    /// A lease that was not renewed for this long has lapsed.
+    /// A lease that was not renewed for this long has lapsed, as long as other gateways renew theirs (see [`PATIENCE`]).
     pub duration: Duration,
     /// Port blocks of a node that has been absent for this long may go to others.
     pub quarantine: Duration,
@@ -22,6 +22,29 @@ impl Default for LeaseTimes {
         Self { duration: Duration::from_secs(15), quarantine: Duration::from_secs(60) }
     }
 }
+
+impl LeaseTimes {
+    /// How long no gateway renews before that is no evidence against any of them. Living gateways renew three times in a
+    /// duration, so the earliest of them would lapse a third of it before the latest.
+    fn all_quiet(&self) -> Duration {
+        self.duration * 2 / 3
+    }
+
+    /// Until when no gateway has to renew, now that the leases have changed or can be read again after that time without.
+    fn excuse(&self, now: Duration, quiet: Duration) -> Duration {
+        now + quiet.min(2 * self.duration)
+    }
+
+    /// When a lease lapses that was last renewed at `renewed`, if no gateway has renewed since `quiet`.
+    fn lapse(&self, renewed: Duration, quiet: Duration) -> Duration {
+        let alone = renewed + self.duration;
+        if alone < quiet + self.all_quiet() { alone } else { alone.max(quiet + PATIENCE * self.duration) }
+    }
+}
+
+/// If no gateway renews, the server that they renew at is probably overloaded, for instance after a restart. They count as dead only
+/// after this many durations: without any gateway nothing could be done for the egress IPs anyway.
+const PATIENCE: u32 = 3;
 
 /// What tells one renewal of a lease from the next; compared for equality only.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +70,8 @@ struct TrackedLease {
 pub struct LeaseTracker {
     times: LeaseTimes,
     leases: BTreeMap<NodeName, TrackedLease>,
+    /// When one was last seen renewed.
+    renewed: Duration,
     /// All leases were read once: a new one has just been taken.
     looked: bool,
     absent_since: BTreeMap<NodeName, Duration>,
@@ -61,6 +86,7 @@ impl LeaseTracker {
         Self {
             times,
             leases: BTreeMap::new(),
+            renewed: Duration::ZERO,
             looked: false,
             absent_since: BTreeMap::new(),
             blind_since: None,
@@ -72,9 +98,14 @@ impl LeaseTracker {
     /// its gateway is alive: it lapses if no other renewal follows.
     pub fn observe(&mut self, node: &NodeName, renewal: Renewal, now: Duration) {
         self.poll(now);
-        let looked = self.looked;
+        let (looked, quiet) = (self.looked, now.saturating_sub(self.quiet_since()));
+        let anybody = self.leases.values().any(|lease| lease.fresh_since.is_some());
         let lease = self.leases.entry(node.clone()).or_default();
         if lease.renewal.as_ref() != Some(&renewal) {
+            if anybody && quiet >= self.times.all_quiet() {
+                self.excused_until = self.times.excuse(now, quiet);
+            }
+            self.renewed = now;
             lease.proven = looked || lease.renewal.is_some();
             lease.renewal = Some(renewal);
             lease.renewed = now;
@@ -119,7 +150,7 @@ impl LeaseTracker {
     /// long as nothing was seen (at most two durations) to reconnect to a server that was away or overloaded.
     pub fn regained_sight(&mut self, now: Duration) {
         if let Some(since) = self.blind_since.take() {
-            self.excused_until = now + now.saturating_sub(since).min(2 * self.times.duration);
+            self.excused_until = self.times.excuse(now, now.saturating_sub(since));
         }
     }
 
@@ -129,15 +160,20 @@ impl LeaseTracker {
             return false;
         }
         let mut lapsed = false;
-        let (excused, duration) = (self.excused_until, self.times.duration);
+        let (times, excused, quiet) = (self.times, self.excused_until, self.quiet_since());
         for lease in self.leases.values_mut() {
-            if lease.fresh_since.is_some() && now >= lease.renewed.max(excused) + duration {
+            if lease.fresh_since.is_some() && now >= times.lapse(lease.renewed.max(excused), quiet) {
                 lease.fresh_since = None;
                 lease.returned = true;
                 lapsed = true;
             }
         }
         lapsed
+    }
+
+    /// Since when no gateway has renewed that had to.
+    fn quiet_since(&self) -> Duration {
+        self.renewed.max(self.excused_until)
     }
 
     /// When time alone changes something next: a lease lapses, a gateway has been fresh for one of `delays` (the
@@ -147,7 +183,7 @@ impl LeaseTracker {
         let lapses = fresh
             .clone()
             .filter(|_| self.blind_since.is_none())
-            .map(|(lease, _)| lease.renewed.max(self.excused_until) + self.times.duration);
+            .map(|(lease, _)| self.times.lapse(lease.renewed.max(self.excused_until), self.quiet_since()));
         let settles = fresh.flat_map(|(_, since)| delays.iter().map(move |delay| since + *delay));
         let gone = self.absent_since.values().map(|since| *since + self.times.quarantine);
         lapses.chain(settles.chain(gone).filter(|at| *at > now)).min()
@@ -194,11 +230,17 @@ mod tests {
         (LeaseTracker::new(LeaseTimes { duration: ms(2000), quarantine: ms(5000) }), "gw1".into())
     }
 
+    /// Another gateway renews at these times.
+    fn another_renews(tracker: &mut LeaseTracker, times: &[u64]) {
+        times.iter().for_each(|at| tracker.observe(&"gw2".into(), renewal(*at), ms(*at)));
+    }
+
     #[test]
     fn a_lease_is_never_fresh_and_then_lapsed() {
         let (mut tracker, gw) = tracker();
         assert_eq!(tracker.health(ms(0)).of(&gw).lease, LeaseState::Never);
         tracker.observe(&gw, renewal(1), ms(100));
+        another_renews(&mut tracker, &[700, 1500]);
         assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(100)), Some(ms(2100)));
         let health = tracker.health(ms(2099)).of(&gw);
         assert!(health.is_fresh() && !health.is_proven(), "it may have been dead for long");
@@ -212,6 +254,7 @@ mod tests {
     fn only_a_changed_lease_counts_as_a_renewal() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
+        another_renews(&mut tracker, &[700, 1500]);
         tracker.observe(&gw, renewal(1), ms(1900));
         assert_eq!(tracker.health(ms(2000)).of(&gw).lease, LeaseState::Lapsed);
         tracker.observe(&gw, renewal(1), ms(2100));
@@ -228,6 +271,7 @@ mod tests {
     fn a_late_renewal_does_not_hide_that_the_lease_lapsed() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
+        another_renews(&mut tracker, &[1000, 2000]);
         tracker.observe(&gw, renewal(2), ms(3000));
         assert_eq!(
             tracker.health(ms(3000)).of(&gw).lease,
@@ -252,6 +296,7 @@ mod tests {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         tracker.looked();
+        another_renews(&mut tracker, &[700, 1500]);
         assert!(tracker.poll(ms(2000)));
         tracker.given_up(&gw);
         assert!(tracker.health(ms(2001)).of(&gw).is_unasked());
@@ -267,7 +312,8 @@ mod tests {
         tracker.lost_sight(ms(1000));
         assert!(!tracker.poll(ms(60_000)));
         tracker.regained_sight(ms(60_000));
-        assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(60_000)), Some(ms(66_000)));
+        another_renews(&mut tracker, &[65_000]);
+        assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(65_000)), Some(ms(66_000)));
         assert_eq!(
             tracker.health(ms(65_999)).of(&gw).lease,
             LeaseState::Fresh { since: ms(65_999), returned: false, proven: false }
@@ -282,6 +328,7 @@ mod tests {
         tracker.lost_sight(ms(500));
         tracker.regained_sight(ms(1500));
         tracker.observe(&gw, renewal(2), ms(1600));
+        another_renews(&mut tracker, &[3000, 4000]);
         assert!(!tracker.poll(ms(4499)) && tracker.poll(ms(4500)));
     }
 
@@ -289,10 +336,26 @@ mod tests {
     fn a_lease_that_lapsed_before_an_outage_is_still_lapsed_after_it() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
+        another_renews(&mut tracker, &[700, 1500]);
         assert!(tracker.poll(ms(2000)));
         tracker.lost_sight(ms(3000));
         tracker.regained_sight(ms(60_000));
         assert_eq!(tracker.health(ms(60_001)).of(&gw).lease, LeaseState::Lapsed);
+    }
+
+    #[test]
+    fn no_gateway_lapses_while_none_renews_unless_that_lasts() {
+        let (mut tracker, gw) = tracker();
+        tracker.observe(&gw, renewal(1), ms(0));
+        another_renews(&mut tracker, &[600]);
+        assert_eq!(tracker.next_deadline(&BTreeSet::new(), ms(600)), Some(ms(6600)));
+        let mut all_dead = tracker.clone();
+        assert!(!all_dead.poll(ms(6599)) && all_dead.poll(ms(6600)));
+        assert_eq!(all_dead.health(ms(6600)).nodes.values().filter(|node| node.is_fresh()).count(), 0);
+        // Once one renews, the others get as long as nobody did, at most two durations, before they have to.
+        another_renews(&mut tracker, &[3600, 5000, 6000, 7000, 8000]);
+        assert!(!tracker.poll(ms(8599)) && tracker.poll(ms(8600)));
+        assert!(!tracker.health(ms(8600)).of(&gw).is_fresh());
     }
 
     proptest! {
