@@ -116,7 +116,7 @@ pub struct Probe {
 pub struct LeaseConfig {
     /// `renew`: how often a holder renews its lease.
     pub renew: Duration,
-    /// `duration`: how long a lease that is not renewed stays in force.
+    /// `duration`: how long a lease that is not renewed stays in force; three times as long for gateways while none renews.
     pub duration: Duration,
 }
 

@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn no_gateway_lapses_while_none_renews_unless_that_lasts() {
+    fn quiet_leases_none_lapses_while_no_gateway_renews_unless_that_lasts() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         another_renews(&mut tracker, &[600]);

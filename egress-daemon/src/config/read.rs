@@ -118,7 +118,7 @@ fn read(value: Value, found: &mut Found) -> Config {
         );
         lease.set(
             "duration",
-            ["15s", "how long a lease that is not renewed stays in force"],
+            ["15s", "how long a lease that is not renewed stays in force; three times as long for gateways while none renews"],
             &mut config.lease.duration,
             |v| duration_in(v, 100, 3_600_000),
         );
