@@ -11,7 +11,7 @@ use crate::model::NodeName;
 /// How long things take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseTimes {
-    /// A lease that was not renewed for this long has lapsed, as long as other gateways renew theirs (see [`PATIENCE`]).
+    /// A lease that was not renewed for this long has lapsed, as long as other gateways renew theirs; if none does, after three times as long.
     pub duration: Duration,
     /// Port blocks of a node that has been absent for this long may go to others.
     pub quarantine: Duration,
@@ -22,6 +22,10 @@ impl Default for LeaseTimes {
         Self { duration: Duration::from_secs(15), quarantine: Duration::from_secs(60) }
     }
 }
+
+/// If no gateway renews, the server that they renew at is probably overloaded, for instance after a restart. They count as dead only
+/// after this many durations: without any gateway nothing could be done for the egress IPs anyway.
+const PATIENCE: u32 = 3;
 
 impl LeaseTimes {
     /// How long no gateway renews before that is no evidence against any of them. Living gateways renew three times in a
@@ -41,10 +45,6 @@ impl LeaseTimes {
         if alone < quiet + self.all_quiet() { alone } else { alone.max(quiet + PATIENCE * self.duration) }
     }
 }
-
-/// If no gateway renews, the server that they renew at is probably overloaded, for instance after a restart. They count as dead only
-/// after this many durations: without any gateway nothing could be done for the egress IPs anyway.
-const PATIENCE: u32 = 3;
 
 /// What tells one renewal of a lease from the next; compared for equality only.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,19 +98,19 @@ impl LeaseTracker {
     /// its gateway is alive: it lapses if no other renewal follows.
     pub fn observe(&mut self, node: &NodeName, renewal: Renewal, now: Duration) {
         self.poll(now);
-        let (looked, quiet) = (self.looked, now.saturating_sub(self.quiet_since()));
-        let anybody = self.leases.values().any(|lease| lease.fresh_since.is_some());
-        let lease = self.leases.entry(node.clone()).or_default();
-        if lease.renewal.as_ref() != Some(&renewal) {
-            if anybody && quiet >= self.times.all_quiet() {
-                self.excused_until = self.times.excuse(now, quiet);
-            }
-            self.renewed = now;
-            lease.proven = looked || lease.renewal.is_some();
-            lease.renewal = Some(renewal);
-            lease.renewed = now;
-            lease.fresh_since.get_or_insert(now);
+        if self.leases.get(node).is_some_and(|lease| lease.renewal.as_ref() == Some(&renewal)) {
+            return;
         }
+        let quiet = now.saturating_sub(self.quiet_since());
+        if quiet >= self.times.all_quiet() && self.leases.values().any(|lease| lease.fresh_since.is_some()) {
+            self.excused_until = self.times.excuse(now, quiet);
+        }
+        self.renewed = now;
+        let lease = self.leases.entry(node.clone()).or_default();
+        lease.proven = self.looked || lease.renewal.is_some();
+        lease.renewal = Some(renewal);
+        lease.renewed = now;
+        lease.fresh_since.get_or_insert(now);
     }
 
     /// Nobody holds the lease of a node: it was given up, or deleted. Its gateway was not asked for it, or cannot carry anything.
