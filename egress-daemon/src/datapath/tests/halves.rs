@@ -111,7 +111,9 @@ fn flows_are_dated_by_the_clock_that_the_tools_read() {
 /// A scene whose flows do not expire meanwhile, not even in an emulated guest.
 fn lasting() -> NodeView {
     let mut view = scene();
-    view.config.as_mut().unwrap().udp = limits::UDP_SECS as u32;
+    let config = view.config.as_mut().unwrap();
+    config.udp = limits::UDP_SECS as u32;
+    config.tcp_transitory = limits::TCP_TRANSITORY_SECS as u32;
     view
 }
 
@@ -167,7 +169,8 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
     let Some(mut rig) = Rig::new("full", &lasting()) else { return };
     // As many as the tables hold (see `Rig::new`).
     let all = 4096;
-    let frame = |n: u32| seal(ip(addr(POD4), server(n / 64), UDP, &[], &udp(1024 + n as u16, 53, b"question")));
+    // Connections: an unanswered question would make room after some seconds, and an emulated guest takes longer.
+    let frame = |n: u32| seal(ip(addr(POD4), server(n / 64), TCP, &[], &tcp(1024 + n as u16, 443, SYN, &[])));
     // From all CPUs in turn: what one of them keeps in reserve is not available to the others.
     let cpus = cpus();
     let mut turns = cpus.iter().cycle();
@@ -189,7 +192,7 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
     }
     for (n, before) in (0..all).zip(&sent) {
         assert_eq!(rig.run("pod_egress", &frame(n)), *before, "flow {n} has changed");
-        let (verdict, back) = rig.run("uplink_ingress", &answer(&before.1, 0));
+        let (verdict, back) = rig.run("uplink_ingress", &answer(&before.1, SYN | ACK));
         assert_eq!((verdict, ports(&back).1), (REDIRECT, 1024 + n as u16));
     }
     let maps = rig.writer.maps();
