@@ -76,6 +76,12 @@ impl EgressNode {
         self.metadata.labels.get_or_insert_default().insert(FOLLOWED_BY_LABEL.to_owned(), by);
     }
 
+    /// Whether every agent follows this version of the object, and not `current`, the one that exists.
+    pub fn is_shown(&self, current: Option<&Self>) -> bool {
+        let is_public = |object: &Self| object.followed_by() == Some(EVERY_NODE);
+        is_public(self) && !current.is_some_and(is_public)
+    }
+
     /// Whether the agent of the node with this object must follow all EgressNodes. Without the label a controller of an earlier version
     /// wrote it.
     pub fn follows_all(&self) -> bool {

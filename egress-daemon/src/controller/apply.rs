@@ -1,8 +1,8 @@
 //! Writes the desired objects that differ from the actual ones.
 
 use crate::api::{
-    CiliumEgressGatewayPolicy, EVERY_NODE, Egress, EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP,
-    EgressIPPool, EgressIPStatus, EgressNode, EgressPolicy, ExternalIPPool,
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP, EgressIPPool,
+    EgressIPStatus, EgressNode, EgressPolicy, ExternalIPPool,
 };
 use crate::snapshot::Desired;
 use crate::store::{Key, Store, StoreError, Stored};
@@ -57,7 +57,8 @@ enum Written {
 }
 
 /// Writes all differences: egress IPs and their gateways first, then what source nodes may use, then what users read; then deletes what is
-/// no longer needed. A failure does not stop the rest, except that nothing is deleted after an error. An object that somebody else has
+/// no longer needed. An egress IP never names a carrier whose object most agents do not see yet: while its object is missing they would
+/// begin to follow all nodes (`store::kubernetes::needed`). A failure does not stop the rest, except that nothing is deleted after an error. An object that somebody else has
 /// written since `desired` was made is left as it is.
 pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
     let Desired { egress_ips, egress_nodes, .. } = &desired;
@@ -84,13 +85,13 @@ pub(super) async fn apply_part(store: &Store, desired: Desired, which: Differenc
     let mut applied = Applied::default();
     let Desired { egress_ips, egress_nodes, policies, namespaced_policies, pools, .. } = desired;
     let Desired { cilium_policies, egresses, external_ip_pools, .. } = desired;
+    let (shown, others): (Vec<_>, Vec<_>) = egress_nodes
+        .into_values()
+        .partition(|object| object.is_shown(store.get::<EgressNode>(&Key::of(object)).as_deref()));
+    write_nodes(store, &mut applied, shown).await;
     let writes = egress_ips.into_values().map(|object| egress_ip(store, object, which));
     gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
-    // Source nodes that begin to follow a gateway's object use the gateway sooner.
-    let (public, others): (Vec<_>, Vec<_>) =
-        egress_nodes.into_values().partition(|object| object.followed_by() == Some(EVERY_NODE));
-    let writes = public.into_iter().chain(others).map(|object| egress_node(store, object));
-    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    write_nodes(store, &mut applied, others).await;
     let is_news = |old: &_, new: &_| which == Differences::All || is_news_of_policy(old, new);
     statuses::<EgressGatewayPolicy>(store, &mut applied, policies, is_news).await;
     statuses::<EgressPolicy>(store, &mut applied, namespaced_policies, is_news).await;
@@ -173,6 +174,11 @@ async fn egress_ip(store: &Store, wanted: EgressIP, which: Differences) -> Resul
 /// Whether two objects have the same labels; absent labels equal an empty list.
 fn same_labels(a: &ObjectMeta, b: &ObjectMeta) -> bool {
     a.labels.iter().flatten().eq(b.labels.iter().flatten())
+}
+
+async fn write_nodes(store: &Store, applied: &mut Applied, objects: Vec<EgressNode>) {
+    let writes = objects.into_iter().map(|object| egress_node(store, object));
+    gather(applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
 }
 
 async fn egress_node(store: &Store, wanted: EgressNode) -> Result<Written, StoreError> {

@@ -4,18 +4,18 @@ mod drains;
 mod networks;
 mod tenancy;
 
-use super::apply::{is_far, is_news_of_egress_ip, is_news_of_policy};
+use super::apply::{apply, is_far, is_news_of_egress_ip, is_news_of_policy};
 use super::*;
 use crate::api::Pod;
 use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressIPStatus, EgressNode};
-use crate::snapshot::{ApiObjects, desired, previous, snapshot};
+use crate::snapshot::{ApiObjects, Desired, desired, previous, snapshot};
 use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
 use crate::store::{Changes, Files, Key, Store};
 use egress_core::{
     health::{Health, LeaseState, NodeHealth},
     plan::plan,
 };
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use k8s_openapi::jiff::Timestamp;
 use std::collections::BTreeSet;
 use std::fs;
@@ -313,8 +313,8 @@ async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no
     }
 }
 
-/// What a full round would change, except numbers of pods.
-fn left_to_do(store: &Store) -> Option<String> {
+/// What exists, and what a full round makes of it while both gateways renew their leases.
+fn wanted(store: &Store) -> (ApiObjects, Desired) {
     let objects = ApiObjects {
         policies: store.list(),
         pools: store.list(),
@@ -333,6 +333,28 @@ fn left_to_do(store: &Store) -> Option<String> {
     let health = Health { nodes: ["gw1", "gw2"].into_iter().map(|name| (name.into(), fresh)).collect() };
     let plan = plan(&snapshot, &health, &previous(&objects));
     let wanted = desired(&objects, &snapshot, &plan, &problems, &Time(Timestamp::now()));
+    (objects, wanted)
+}
+
+#[tokio::test]
+async fn every_agent_sees_the_object_of_a_gateway_before_an_egress_ip_names_it() {
+    let world = ControllerFixture::new();
+    // One gateway's agent is there already.
+    world.store.create(&EgressNode::joining("gw1", false)).await.unwrap();
+    let applied = apply(&world.store, wanted(&world.store).1).await;
+    assert!(applied.errors.is_empty(), "{:?}", applied.errors);
+    let version = |meta: &ObjectMeta| meta.resource_version.as_ref().unwrap().parse::<u64>().unwrap();
+    let ips: Vec<u64> = world.store.list::<EgressIP>().iter().map(|ip| version(&ip.metadata)).collect();
+    let nodes = world.store.list::<EgressNode>();
+    let [gw1, gw2, w1] = ["gw1", "gw2", "w1"]
+        .map(|name| version(&nodes.iter().find(|node| node.metadata.name.as_deref() == Some(name)).unwrap().metadata));
+    assert_eq!(ips.len(), 2);
+    assert!(ips.iter().all(|ip| (gw1.max(gw2)..w1).contains(ip)), "{gw1} {gw2} {ips:?} {w1}");
+}
+
+/// What a full round would change, except numbers of pods.
+fn left_to_do(store: &Store) -> Option<String> {
+    let (objects, wanted) = wanted(store);
     let nodes: Vec<_> = objects.egress_nodes.iter().map(|node| node.spec.clone()).collect();
     if wanted.egress_nodes.values().map(|node| node.spec.clone()).ne(nodes.iter().cloned()) {
         return Some(format!("{:#?} instead of {nodes:#?}", wanted.egress_nodes));

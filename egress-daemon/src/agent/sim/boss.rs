@@ -8,7 +8,7 @@ use super::{
     machine::Times,
 };
 use crate::{
-    api::EgressIP,
+    api::{EgressIP, EgressNode},
     controller::{
         ControllerConfig,
         sight::{Judgement, Sight, delays, judged},
@@ -194,7 +194,7 @@ impl Boss {
         leading.applying = Some(Applying { inputs, stages, under_way: 0, failed: false });
     }
 
-    /// Egress IPs come first, then what nodes may use.
+    /// Objects that all agents begin to follow come first, then egress IPs, then what nodes may use.
     fn stages(&self, wanted: Desired) -> VecDeque<Vec<Effect>> {
         let present = self.client.objects(&Default::default());
         let ip = |wanted: EgressIP| {
@@ -212,14 +212,18 @@ impl Boss {
             Some(Effect::Write(Purpose::Plan(Some(Box::new(wanted))), Object::EgressIp(Arc::new(object))))
         };
         let ips = wanted.egress_ips.into_values().filter_map(ip).collect();
+        let current = |wanted: &EgressNode| -> Option<&EgressNode> {
+            present.egress_nodes.iter().find(|n| n.metadata.name == wanted.metadata.name).map(|n| &**n)
+        };
         let changed = wanted.egress_nodes.into_values().filter(|wanted| {
-            let current = present.egress_nodes.iter().find(|n| n.metadata.name == wanted.metadata.name);
-            current.is_none_or(|current| {
+            current(wanted).is_none_or(|current| {
                 (&current.spec, &current.metadata.labels) != (&wanted.spec, &wanted.metadata.labels)
             })
         });
-        let nodes = changed.map(|n| Effect::Write(Purpose::Plan(None), Object::EgressNode(Arc::new(n)))).collect();
-        [ips, nodes].into()
+        let (shown, others): (Vec<_>, Vec<_>) = changed.partition(|wanted| wanted.is_shown(current(wanted)));
+        let write = |n| Effect::Write(Purpose::Plan(None), Object::EgressNode(Arc::new(n)));
+        let [shown, others] = [shown, others].map(|nodes| nodes.into_iter().map(write).collect());
+        [shown, ips, others].into()
     }
 
     /// Begins the next stage of a round when the one before it is over, and ends the round after the last.
