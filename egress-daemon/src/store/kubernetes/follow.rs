@@ -2,7 +2,7 @@
 
 use super::cache::Cache;
 use super::namespace_of;
-use super::needed::all_needed;
+use super::needed::{Needed, is_hidden, more_needed, patience};
 use crate::api::EgressNode;
 use crate::store::Kind;
 use futures::StreamExt;
@@ -116,18 +116,33 @@ pub(super) fn value(kind: Kind, object: &DynamicObject) -> Value {
 pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) {
     let kind = watched.kind;
     if let Some(node) = watched.node() {
-        let own = ListParams::default().fields(&format!("metadata.name={node}"));
-        let own = list(&api(client.clone(), kind), kind, &own).await.into_iter().flat_map(|list| list.items);
-        own.for_each(|own| cache.notice(kind, Event::Apply(value(kind, &own))));
+        let api = api(client.clone(), kind);
+        if let Some(own) = named(&api, kind, node).await {
+            cache.notice(kind, Event::Apply(own));
+        }
         cache.follow(kind, true);
         tokio::select! {
             biased;
-            () = all_needed(node, &cache, chance()) => {}
+            () = all_needed(&api, kind, node, &cache) => {}
             () = take_in(&client, &watched, true, &cache) => {}
         }
         cache.follow(kind, false);
     }
     take_in(&client, &watched, false, &cache).await;
+}
+
+/// Waits until the agent of a node has to follow all EgressNodes: it needs all, or one that exists and that the label does not select.
+async fn all_needed(api: &Api<DynamicObject>, kind: Kind, node: &str, cache: &Cache) {
+    let patience = patience(chance());
+    while let Needed::Missing(names) = more_needed(node, cache, patience).await {
+        for name in names {
+            let found = named(api, kind, &name).await.and_then(|found| serde_json::from_value(found).ok());
+            if found.is_some_and(|object: EgressNode| is_hidden(node, &object)) {
+                tracing::warn!("EgressNode {name} has no label for this node: all are followed from now on");
+                return;
+            }
+        }
+    }
 }
 
 /// Takes in what happens to objects.
@@ -195,6 +210,12 @@ pub(super) async fn list_again(client: Client, watched: Watched, cache: Arc<Cach
             return;
         }
     }
+}
+
+/// The JSON of the object with this name, if there is one. Asks until the API server answers.
+async fn named(api: &Api<DynamicObject>, kind: Kind, name: &str) -> Option<Value> {
+    let found = list(api, kind, &ListParams::default().fields(&format!("metadata.name={name}"))).await?;
+    found.items.first().map(|object| value(kind, object))
 }
 
 /// Lists objects until that succeeds; `None` if the cluster has no such kind.

@@ -2,26 +2,26 @@
 //! its node is a gateway.
 
 use super::cache::Cache;
-use crate::api::{EgressIP, EgressNode};
+use crate::api::{EVERY_NODE, EgressIP, EgressNode};
 use crate::store::{Key, Kind};
 use std::collections::BTreeSet;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// How long an object that is needed may be missing among those that the label selects, at least and at most. A controller of an earlier
-/// version sets no labels, and somebody may remove one.
+/// How long an object that is needed may be missing among those that the label selects, at least and at most, before the API server is
+/// asked for it. A controller of an earlier version sets no labels, and somebody may remove one.
 const MISSING: Duration = Duration::from_secs(10);
 const MISSING_AT_MOST: Duration = Duration::from_secs(20);
 /// How often it is examined at most while objects change.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// What an agent needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Needed {
     /// What it follows.
     Selected,
-    /// An object that the label does not select.
-    Missing,
+    /// The objects with these names, too.
+    Missing(BTreeSet<String>),
     /// All objects.
     All,
 }
@@ -39,28 +39,30 @@ pub(super) fn needed(node: &str, cache: &Cache) -> Needed {
     }
     // That of a node that is gone may be gone, too.
     let is_missing = |name: &&str| get(Kind::Node, name).is_some() && get(Kind::EgressNode, name).is_none();
-    if own.is_none() || gateways.iter().any(is_missing) { Needed::Missing } else { Needed::Selected }
+    let own = own.is_none().then_some(node);
+    let missing: BTreeSet<String> = gateways.into_iter().filter(is_missing).chain(own).map(str::to_owned).collect();
+    if missing.is_empty() { Needed::Selected } else { Needed::Missing(missing) }
 }
 
-/// Waits until the agent of a node has to follow all EgressNodes. `chance`, 0 to 1, makes thousands of agents begin at different times.
-pub(super) async fn all_needed(node: &str, cache: &Cache, chance: f64) {
-    all_needed_within(node, cache, MISSING + (MISSING_AT_MOST - MISSING).mul_f64(chance)).await;
+/// Whether the agent of a node does not see the object with its label.
+pub(super) fn is_hidden(node: &str, object: &EgressNode) -> bool {
+    !object.followed_by().is_some_and(|by| by == EVERY_NODE || by == node)
 }
 
-async fn all_needed_within(node: &str, cache: &Cache, patience: Duration) {
+/// How long the API server is not asked for an object that is missing. `chance`, 0 to 1, makes thousands of agents ask at different times.
+pub(super) fn patience(chance: f64) -> Duration {
+    MISSING + (MISSING_AT_MOST - MISSING).mul_f64(chance)
+}
+
+/// Waits until the agent of a node needs more than it follows: all objects, or some that have been missing for `patience`.
+pub(super) async fn more_needed(node: &str, cache: &Cache, patience: Duration) -> Needed {
     let mut changes = cache.changes();
-    let mut missing: Option<Instant> = None;
+    let mut since: Option<Instant> = None;
     loop {
-        missing = match needed(node, cache) {
-            Needed::All => return,
-            Needed::Selected => None,
-            Needed::Missing => missing.or_else(|| Some(Instant::now())),
-        };
-        if missing.is_some_and(|since| since.elapsed() >= patience) {
-            tracing::warn!(
-                "EgressNodes without the label spillway.io/followed-by are needed: all are followed from now on"
-            );
-            return;
+        match needed(node, cache) {
+            Needed::Selected => since = None,
+            Needed::Missing(_) if since.get_or_insert_with(Instant::now).elapsed() < patience => {}
+            more => return more,
         }
         tokio::time::sleep(LOOK).await;
         // The last change may have been before.
@@ -97,13 +99,14 @@ mod tests {
     #[test]
     fn an_agent_needs_all_objects_on_a_gateway_and_otherwise_those_that_are_selected() {
         let (own, gateway) = (|by| Some(egress_node("me", by)), || Some(egress_node("gw", Some("every-node"))));
+        let missing = |name: &str| Needed::Missing([name.to_owned()].into());
         for (cache, wanted) in [
             (cluster(own(Some("me")), gateway(), "gw"), Needed::Selected),
             (cluster(own(Some("me")), gateway(), "me"), Needed::All),
             (cluster(own(Some("every-node")), gateway(), "gw"), Needed::All),
             (cluster(own(None), gateway(), "gw"), Needed::All),
-            (cluster(None, gateway(), "gw"), Needed::Missing),
-            (cluster(own(Some("me")), None, "gw"), Needed::Missing),
+            (cluster(None, gateway(), "gw"), missing("me")),
+            (cluster(own(Some("me")), None, "gw"), missing("gw")),
             (cluster(own(Some("me")), None, "gone"), Needed::Selected),
         ] {
             assert_eq!(needed("me", &cache), wanted);
@@ -111,12 +114,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_object_that_is_not_selected_is_waited_for_and_then_all_are_followed() {
+    async fn an_object_that_is_missing_is_asked_for_after_a_while() {
         let cache = cluster(Some(egress_node("me", Some("me"))), None, "gw");
         let (patience, begin) = (Duration::from_millis(300), Instant::now());
-        all_needed_within("me", &cache, patience).await;
+        assert_eq!(more_needed("me", &cache, patience).await, Needed::Missing(["gw".to_owned()].into()));
         assert!(begin.elapsed() >= patience);
         cache.notice(Kind::EgressNode, Event::Apply(egress_node("gw", Some("every-node"))));
-        assert!(tokio::time::timeout(patience * 4, all_needed_within("me", &cache, patience)).await.is_err());
+        assert!(tokio::time::timeout(patience * 4, more_needed("me", &cache, patience)).await.is_err());
+    }
+
+    #[test]
+    fn an_object_is_hidden_from_an_agent_unless_its_label_says_otherwise() {
+        let hidden = [None, Some("other"), Some("me"), Some("every-node")]
+            .map(|by| is_hidden("me", &serde_json::from_value(egress_node("gw", by)).unwrap()));
+        assert_eq!(hidden, [true, true, false, false]);
     }
 }
