@@ -88,6 +88,11 @@ impl EgressNode {
         self.followed_by().is_none_or(|by| by == EVERY_NODE)
     }
 
+    /// Whether the agent of a node follows the object even if it need not follow all: whether [`Self::followed_from`] selects it.
+    pub fn is_followed_from(&self, node: &str) -> bool {
+        self.followed_by().is_some_and(|by| by == EVERY_NODE || by == node)
+    }
+
     /// The label selector of the EgressNodes that the agent of a node follows unless it must follow all.
     pub fn followed_from(node: &str) -> String {
         let own = Some(node).filter(|node| node.len() <= LABEL_VALUE);

@@ -58,8 +58,8 @@ enum Written {
 
 /// Writes all differences: egress IPs and their gateways first, then what source nodes may use, then what users read; then deletes what is
 /// no longer needed. An egress IP never names a carrier whose object most agents do not see yet: while its object is missing they would
-/// begin to follow all nodes (`store::kubernetes::needed`). A failure does not stop the rest, except that nothing is deleted after an error. An object that somebody else has
-/// written since `desired` was made is left as it is.
+/// begin to follow all nodes (`store::kubernetes::needed`). A failure does not stop the rest, except that nothing is deleted after an
+/// error. An object that somebody else has written since `desired` was made is left as it is.
 pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
     let Desired { egress_ips, egress_nodes, .. } = &desired;
     let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);

@@ -5,7 +5,7 @@
 
 use super::super::facts::ObservedObjects;
 use crate::{
-    api::{EVERY_NODE, EgressIP, EgressNode, Pod},
+    api::{EgressIP, EgressNode, Pod},
     snapshot::ApiObjects,
 };
 use k8s_openapi::{
@@ -177,9 +177,7 @@ impl Client {
     /// Whether an object is one of those that it follows.
     fn follows(&self, object: &Object) -> bool {
         match (&self.part_of, object) {
-            (Some(node), Object::EgressNode(object)) => {
-                object.followed_by().is_some_and(|by| by == EVERY_NODE || by == node)
-            }
+            (Some(node), Object::EgressNode(object)) => object.is_followed_from(node),
             _ => true,
         }
     }

@@ -2,8 +2,8 @@
 
 use super::cache::Cache;
 use super::namespace_of;
-use super::needed::{Needed, is_hidden, more_needed, patience};
-use crate::api::EgressNode;
+use super::needed::{Needed, more_needed, patience};
+use crate::api::{EgressNode, FOLLOWED_BY_LABEL};
 use crate::store::Kind;
 use futures::StreamExt;
 use kube::api::{Api, DynamicObject, ListParams};
@@ -137,8 +137,10 @@ async fn all_needed(api: &Api<DynamicObject>, kind: Kind, node: &str, cache: &Ca
     while let Needed::Missing(names) = more_needed(node, cache, patience).await {
         for name in names {
             let found = named(api, kind, &name).await.and_then(|found| serde_json::from_value(found).ok());
-            if found.is_some_and(|object: EgressNode| is_hidden(node, &object)) {
-                tracing::warn!("EgressNode {name} has no label for this node: all are followed from now on");
+            if found.is_some_and(|object: EgressNode| !object.is_followed_from(node)) {
+                tracing::warn!(
+                    "EgressNode {name} is needed, and its label {FOLLOWED_BY_LABEL} does not say so: all are followed from now on"
+                );
                 return;
             }
         }

@@ -2,7 +2,7 @@
 //! its node is a gateway.
 
 use super::cache::Cache;
-use crate::api::{EVERY_NODE, EgressIP, EgressNode};
+use crate::api::{EgressIP, EgressNode};
 use crate::store::{Key, Kind};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -42,11 +42,6 @@ pub(super) fn needed(node: &str, cache: &Cache) -> Needed {
     let own = own.is_none().then_some(node);
     let missing: BTreeSet<String> = gateways.into_iter().filter(is_missing).chain(own).map(str::to_owned).collect();
     if missing.is_empty() { Needed::Selected } else { Needed::Missing(missing) }
-}
-
-/// Whether the agent of a node does not see the object with its label.
-pub(super) fn is_hidden(node: &str, object: &EgressNode) -> bool {
-    !object.followed_by().is_some_and(|by| by == EVERY_NODE || by == node)
 }
 
 /// How long the API server is not asked for an object that is missing. `chance`, 0 to 1, makes thousands of agents ask at different times.
@@ -125,8 +120,8 @@ mod tests {
 
     #[test]
     fn an_object_is_hidden_from_an_agent_unless_its_label_says_otherwise() {
-        let hidden = [None, Some("other"), Some("me"), Some("every-node")]
-            .map(|by| is_hidden("me", &serde_json::from_value(egress_node("gw", by)).unwrap()));
+        let object = |by| serde_json::from_value::<EgressNode>(egress_node("gw", by)).unwrap();
+        let hidden = [None, Some("other"), Some("me"), Some("every-node")].map(|by| !object(by).is_followed_from("me"));
         assert_eq!(hidden, [true, true, false, false]);
     }
 }
