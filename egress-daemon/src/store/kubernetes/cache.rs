@@ -273,7 +273,7 @@ impl Cache {
         lists_enough
     }
 
-    /// Takes in the result of one of our writes.
+    /// Takes in the result of one of our writes, or an object that was read because of one.
     pub(super) fn wrote(&self, kind: Kind, object: Value) {
         self.update(|state| {
             let key = key_of(&object);

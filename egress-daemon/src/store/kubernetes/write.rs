@@ -53,8 +53,7 @@ pub(super) async fn write(
             if verb == Verb::ReplaceStatus && target.kind.is_foreign() && status.code == 404 =>
         {
             // The answer is the same for an object that is gone and for a definition without a status.
-            let named = ListParams::default().fields(&format!("metadata.name={}", target.key.name));
-            match tokio::time::timeout(REQUEST, api.list_metadata(&named)).await {
+            match tokio::time::timeout(REQUEST, api.list_metadata(&named(&target))).await {
                 Ok(Ok(list)) if !list.items.is_empty() => {}
                 _ => return Err(StoreError::NotFound(target)),
             }
@@ -63,8 +62,15 @@ pub(super) async fn write(
         }
         Ok(Err(error)) => {
             let refused = refusal(verb, target, error);
-            if let StoreError::NotFound(target) = &refused {
-                cache.gone(target, &object);
+            match &refused {
+                StoreError::NotFound(target) => cache.gone(target, &object),
+                // The answer to the last renewal was lost: a watch that is late must not cost the next ones.
+                StoreError::Conflict(target) | StoreError::AlreadyExists(target) if target.kind == Kind::Lease => {
+                    if let Some(present) = read(&api, target).await {
+                        cache.wrote(target.kind, present);
+                    }
+                }
+                _ => {}
             }
             return Err(refused);
         }
@@ -89,6 +95,17 @@ pub(super) async fn write(
     }
     cache.wrote(target.kind, written.clone());
     Ok(written)
+}
+
+/// Selects one object by its name: who may list need not be allowed to `get`.
+fn named(target: &ObjectRef) -> ListParams {
+    ListParams::default().fields(&format!("metadata.name={}", target.key.name))
+}
+
+/// An object as the API server has it now, if it answers.
+async fn read(api: &Api<DynamicObject>, target: &ObjectRef) -> Option<Value> {
+    let list = tokio::time::timeout(REQUEST, api.list(&named(target))).await.ok()?.ok()?;
+    list.items.first().map(|object| value(target.kind, object))
 }
 
 async fn send(
@@ -186,3 +203,7 @@ fn refusal(verb: Verb, target: ObjectRef, error: Error) -> StoreError {
         _ => StoreError::Unavailable { object: target, message },
     }
 }
+
+#[cfg(test)]
+#[path = "write_tests.rs"]
+mod tests;

@@ -1,0 +1,59 @@
+//! Writes to an API server of a few lines.
+
+use super::*;
+use crate::store::Key;
+use crate::store::lease::{LEASE_NAMESPACE, gateway_lease};
+use axum::Router;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::routing::{get, put};
+use std::sync::Mutex;
+
+fn lease(version: u64) -> Value {
+    json!({
+        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+        "metadata": {
+            "name": gateway_lease("a"), "namespace": LEASE_NAMESPACE, "uid": "1", "resourceVersion": version.to_string(),
+        },
+        "spec": {"holderIdentity": "a", "leaseDurationSeconds": 15},
+    })
+}
+
+/// The version of the API server's only lease.
+type Stored = State<Arc<Mutex<u64>>>;
+
+async fn replace(State(stored): Stored, sent: String) -> (StatusCode, String) {
+    let mut stored = stored.lock().unwrap();
+    let sent: Value = serde_json::from_str(&sent).unwrap();
+    if version(&sent) != stored.to_string() {
+        let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+            "reason": "Conflict", "code": 409, "message": "it has been modified"});
+        return (StatusCode::CONFLICT, status.to_string());
+    }
+    *stored += 1;
+    (StatusCode::OK, lease(*stored).to_string())
+}
+
+async fn list(State(stored): Stored) -> String {
+    json!({"kind": "LeaseList", "apiVersion": "v1", "metadata": {}, "items": [lease(*stored.lock().unwrap())]})
+        .to_string()
+}
+
+/// The answer to a renewal was lost, and the watch is late: only the first of the next renewals conflicts.
+#[tokio::test]
+async fn a_lease_is_read_again_when_its_renewal_conflicts() {
+    let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases");
+    let server = Router::new().route(&leases, get(list)).route(&format!("{leases}/{{name}}"), put(replace));
+    let client = Client::new(server.with_state(Arc::new(Mutex::new(7))), "default");
+    let cache = Arc::new(Cache::default());
+    cache.wrote(Kind::Lease, lease(6));
+    let target = ObjectRef { kind: Kind::Lease, key: Key::namespaced(LEASE_NAMESPACE, &gateway_lease("a")) };
+    let renew = || {
+        let present = cache.get(target.kind, &target.key).unwrap();
+        let object = target.kind.encode(&present).unwrap();
+        let renewal = Write { verb: Verb::Replace, target: target.clone(), object, guard: None };
+        write(client.clone(), "spillway-agent", cache.clone(), renewal)
+    };
+    assert!(matches!(renew().await, Err(StoreError::Conflict(_))));
+    assert_eq!(version(&renew().await.unwrap()), "8");
+}
