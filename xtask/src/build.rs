@@ -9,6 +9,9 @@ use anyhow::{Context, Result, bail};
 
 use crate::{progress, setup, workspace};
 
+/// Cargo's arguments that select both binaries, and nothing else.
+pub const BINARIES: [&str; 3] = ["--package", "egress-daemon", "--bins"];
+
 #[derive(clap::Args)]
 pub struct Args {
     /// Optimize, as for an image
@@ -34,9 +37,14 @@ pub fn binaries(release: bool) -> Result<PathBuf> {
 }
 
 /// The command that builds both binaries.
-pub fn command(release: bool) -> Command {
+fn command(release: bool) -> Command {
     let mut command = workspace::cargo("build");
-    command.args(["--package", "egress-daemon", "--bins"]).args(release.then_some("--release"));
+    match release {
+        true => command.args(BINARIES).arg("--release"),
+        // What the tests select, down to an example, which takes dev-dependencies in: with other features of its dependencies all of
+        // egress-daemon would be compiled once for each.
+        false => command.args(["--workspace", "--exclude", "egress-ebpf", "--bins", "--example", "codegen"]),
+    };
     command
 }
 

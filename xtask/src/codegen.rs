@@ -6,10 +6,11 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::{progress, setup, workspace};
+use crate::{build, progress, setup, workspace};
 
 /// The folders that belong to the code: a file there that it did not write is stale.
 const GENERATED: [&str; 3] = [CRDS, TEMPLATES, REFERENCE];
@@ -63,12 +64,9 @@ fn generate(root: &Path) -> Result<()> {
         let folder = root.join(folder);
         fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     }
-    progress::run(
-        "generate manifests",
-        workspace::cargo("run")
-            .args(["--package", "egress-daemon", "--example", "codegen", "--"])
-            .args([&crds, &root.join(REFERENCE)]),
-    )?;
+    let folder = build::binaries(false)?;
+    let mut generator = Command::new(folder.join("examples/codegen"));
+    progress::run("generate manifests", generator.args([&crds, &root.join(REFERENCE)]))?;
     templates(&crds, root)
 }
 

@@ -123,8 +123,8 @@ fn sbom_of(archive: &Path) -> PathBuf {
 
 /// Builds both programs for a target; the folder that holds them.
 fn cross_built(target: &str, release: bool) -> Result<PathBuf> {
-    let mut command = build::command(release);
-    command.args(["--target", target]);
+    let mut command = workspace::cargo("build");
+    command.args(build::BINARIES).args(["--target", target]).args(release.then_some("--release"));
     if !target.starts_with(std::env::consts::ARCH) {
         let compiler = format!("{}-gcc", target.replace("-unknown", ""));
         if Command::new(&compiler).arg("--version").output().is_err() {
