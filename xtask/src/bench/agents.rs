@@ -12,7 +12,7 @@ use lab::cluster::Cluster;
 use lab::netns::NetNs;
 use lab::scope::Scope;
 
-use super::large::{Running, memory};
+use super::large::{Running, is_gateway, memory};
 use super::variant::CALM;
 use crate::interrupt;
 
@@ -66,10 +66,12 @@ impl<'a> Agents<'a> {
         let ns = self.namespace(node)?;
         let name = node_name(node);
         let log = File::create(self.scope.dir().join(format!("{name}.log"))).context("an agent's log")?;
-        // Elsewhere each has a node's processors. Here it has what the API server and the controllers leave.
+        // Elsewhere each has a node's processors. Here it has what the API server and the controllers leave, but a gateway is alive only
+        // as long as it renews its lease.
         let mut command = ns.command("nice");
-        command.args(["-n", "19"]).arg(&self.program).args(["agent", "--log", "warn", "--node", &name, "--kubeconfig"]);
-        command.arg(self.cluster.dir().join("kubeconfig")).arg("--bpffs").arg(self.scope.bpffs(&name));
+        command.args(["-n", if is_gateway(node) { "0" } else { "19" }]).arg(&self.program);
+        command.args(["agent", "--log", "warn", "--node", &name]).arg("--bpffs").arg(self.scope.bpffs(&name));
+        command.arg("--kubeconfig").arg(self.cluster.dir().join("kubeconfig"));
         command.arg("--config").arg(self.scope.dir().join(CONFIG));
         command.env("STATE_DIRECTORY", self.scope.dir().join(&name)).stdout(log.try_clone()?).stderr(log);
         self.running.insert(node, (ns, Running(command.spawn().context("an agent")?)));

@@ -80,7 +80,7 @@ const NO_NODE: u32 = 0xfffe;
 /// Nodes with agents and without the role of a gateway: these, and those on which pods start alone.
 const WORKERS: std::ops::RangeInclusive<u32> = 1..=3;
 
-fn is_gateway(node: u32) -> bool {
+pub fn is_gateway(node: u32) -> bool {
     node.is_multiple_of(GATEWAY_EVERY)
 }
 

@@ -250,8 +250,8 @@ impl Found {
             page,
             "\n## A cluster\n\nA real API server with {} nodes, {} pods, {} policies and {} egress IPs, which `egress-daemon/examples/fill.rs` \
          makes and whose kubelets [KWOK](https://kwok.sigs.k8s.io) plays; every {}th node is a gateway. In front of it are the real \
-         controller, which holds at most {:.0} MiB, and {} real agents, each in a network namespace: those of all gateways and of some other \
-         nodes. At the end an agent on a gateway holds {:.0} MiB, and another one {:.0} MiB; one takes {:.1} ms of processor time a second when nothing \
+         controller, which holds at most {:.0} MiB, and {} real agents, each in a network namespace: those of all gateways, and those of \
+         some other nodes, which get what processor time is left. At the end an agent on a gateway holds {:.0} MiB, and another one {:.0} MiB; one takes {:.1} ms of processor time a second when nothing \
          happens. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that it sends, to the controller and all these \
          agents together, also in bytes; lists that the watch cache answers, and that reach etcd.\n\n| | writes | sent | bytes | lists | at etcd |\n\
          | --- | --: | --: | --: | --: | --: |",
