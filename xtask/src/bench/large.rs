@@ -68,9 +68,9 @@ pub struct Measured {
 
 /// How long a controller may take for everything.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// How long nothing is written when all is done: numbers of pods follow after 5 s, and what a gateway has ceased to carry after 10 s or,
-/// where processors are busy, a little later.
-const SETTLED: Duration = Duration::from_secs(15);
+/// How long nothing is written when all is done: numbers of pods follow after 5 s, what a gateway has ceased to carry after 10 s, and agents
+/// report within 30 s what nobody waits for.
+const SETTLED: Duration = Duration::from_secs(35);
 /// How long a cluster is watched in which nothing happens.
 const AT_REST: Duration = Duration::from_secs(60);
 /// The distance between gateways. All have agents, because sources probe them.
@@ -80,6 +80,7 @@ const NO_NODE: u32 = 0xfffe;
 /// Nodes with agents and without the role of a gateway: these, and those on which pods start alone.
 const WORKERS: std::ops::RangeInclusive<u32> = 1..=3;
 
+/// Whether a node is a gateway.
 pub fn is_gateway(node: u32) -> bool {
     node.is_multiple_of(GATEWAY_EVERY)
 }
