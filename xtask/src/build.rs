@@ -41,9 +41,8 @@ fn command(release: bool) -> Command {
     let mut command = workspace::cargo("build");
     match release {
         true => command.args(BINARIES).arg("--release"),
-        // What the tests select, down to an example, which takes dev-dependencies in: with other features of its dependencies all of
-        // egress-daemon would be compiled once for each.
-        false => command.args(["--workspace", "--exclude", "egress-ebpf", "--bins", "--example", "codegen"]),
+        // With the features of the tests' build: the example, which codegen runs, takes dev-dependencies in.
+        false => command.args(workspace::PACKAGES).args(["--bins", "--example", "codegen"]),
     };
     command
 }

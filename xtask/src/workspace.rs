@@ -25,6 +25,10 @@ pub fn scratch_dir() -> Result<PathBuf> {
     Ok(dir)
 }
 
+/// Cargo's arguments that select all packages for the host. Packages that are selected together have one set of features of each dependency:
+/// with another selection egress-daemon is compiled again.
+pub const PACKAGES: [&str; 3] = ["--workspace", "--exclude", "egress-ebpf"];
+
 /// `cargo SUBCOMMAND` in the workspace, with the same cargo that runs xtask.
 pub fn cargo(subcommand: &str) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));

@@ -251,8 +251,8 @@ impl Found {
             "\n## A cluster\n\nA real API server with {} nodes, {} pods, {} policies and {} egress IPs, which `egress-daemon/examples/fill.rs` \
          makes and whose kubelets [KWOK](https://kwok.sigs.k8s.io) plays; every {}th node is a gateway. In front of it are the real \
          controller, which holds at most {:.0} MiB, and {} real agents, each in a network namespace: those of all gateways, and those of \
-         some other nodes, which get what processor time is left. At the end an agent on a gateway holds {:.0} MiB, and another one {:.0} MiB; one takes {:.1} ms of processor time a second when nothing \
-         happens. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that it sends, to the controller and all these \
+         some other nodes, which get what processor time is left. At the end an agent on a gateway holds {:.0} MiB, and another one \
+         {:.0} MiB; one takes {:.1} ms of processor time a second when nothing happens. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that it sends, to the controller and all these \
          agents together, also in bytes; lists that the watch cache answers, and that reach etcd.\n\n| | writes | sent | bytes | lists | at etcd |\n\
          | --- | --: | --: | --: | --: | --: |",
             number(LARGE.nodes.into()),
@@ -278,8 +278,7 @@ impl Found {
              object and the status, and one that may be refused: its agent and the controller both make the object. A pod on a node that \
              has none of its application costs one write at once, the node's lease. Its policy reports new numbers 5 s later, in one write \
              for all pods that came meanwhile. Gateways write nothing for it: their answers to probes tell nodes what they know. A node's \
-             object is sent to the controller, to its own \
-             agent and to the gateways' agents; a gateway's is sent to every agent.\n";
+             object is sent to the controller, to its own agent and to the gateways' agents; a gateway's is sent to every agent.\n";
         page
     }
 }

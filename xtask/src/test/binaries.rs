@@ -78,7 +78,7 @@ pub fn build() -> Result<Vec<Binary>> {
     let title = "build everything";
     let (step, log) = (Step::start(title), progress::log_file(title)?);
     let mut command = workspace::cargo("build");
-    command.args(["--workspace", "--exclude", "egress-ebpf", "--lib", "--bins", "--tests", "--example", "codegen"]);
+    command.args(workspace::PACKAGES).args(["--lib", "--bins", "--tests", "--example", "codegen"]);
     command.args(["--message-format", "json-render-diagnostics"]);
     let mut binaries = Vec::new();
     let mut messages = Vec::new();

@@ -59,7 +59,7 @@ fn lints() -> Outcome {
         return Ok(Some("clippy is not installed: rustup component add clippy"));
     }
     let mut command = workspace::cargo("clippy");
-    command.args(["--workspace", "--exclude", "egress-ebpf", "--all-targets", "--", "-D", "warnings"]);
+    command.args(workspace::PACKAGES).args(["--all-targets", "--", "-D", "warnings"]);
     progress::run("lints", &mut command).map(|()| None)
 }
 

@@ -144,7 +144,7 @@ fn behind_the_tests(
 
 fn doc_tests(tally: &mut Tally) -> Result<()> {
     let mut command = workspace::cargo("test");
-    command.args(["--quiet", "--workspace", "--exclude", "egress-ebpf", "--doc", "--no-fail-fast"]);
+    command.args(workspace::PACKAGES).args(["--quiet", "--doc", "--no-fail-fast"]);
     let how = Run { filter: None, timeout: UNIT_TIMEOUT, second_try: false };
     libtest::run("doc tests", command, &how, tally)
 }

@@ -214,9 +214,14 @@ pub(super) async fn list_again(client: Client, watched: Watched, cache: Arc<Cach
     }
 }
 
+/// Selects one object: who may list need not be allowed to `get`.
+pub(super) fn by_name(name: &str) -> ListParams {
+    ListParams::default().fields(&format!("metadata.name={name}"))
+}
+
 /// The JSON of the object with this name, if there is one. Asks until the API server answers.
 async fn named(api: &Api<DynamicObject>, kind: Kind, name: &str) -> Option<Value> {
-    let found = list(api, kind, &ListParams::default().fields(&format!("metadata.name={name}"))).await?;
+    let found = list(api, kind, &by_name(name)).await?;
     found.items.first().map(|object| value(kind, object))
 }
 

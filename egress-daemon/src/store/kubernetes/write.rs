@@ -4,12 +4,12 @@
 //! of our own manager, so that `kubectl` can tell who owns which field.
 
 use super::cache::Cache;
-use super::follow::{of_kind, value};
+use super::follow::{by_name, of_kind, value};
 use super::trim::version;
 use crate::api::Violation;
 use crate::store::{Guard, Kind, ObjectRef, StoreError, Verb, Write};
 use k8s_openapi::api::coordination::v1::Lease;
-use kube::api::{Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::{ApiResource, Status};
 use kube::{Client, Error};
 use serde_json::{Value, json};
@@ -53,7 +53,7 @@ pub(super) async fn write(
             if verb == Verb::ReplaceStatus && target.kind.is_foreign() && status.code == 404 =>
         {
             // The answer is the same for an object that is gone and for a definition without a status.
-            match tokio::time::timeout(REQUEST, api.list_metadata(&named(&target))).await {
+            match tokio::time::timeout(REQUEST, api.list_metadata(&by_name(&target.key.name))).await {
                 Ok(Ok(list)) if !list.items.is_empty() => {}
                 _ => return Err(StoreError::NotFound(target)),
             }
@@ -97,14 +97,9 @@ pub(super) async fn write(
     Ok(written)
 }
 
-/// Selects one object by its name: who may list need not be allowed to `get`.
-fn named(target: &ObjectRef) -> ListParams {
-    ListParams::default().fields(&format!("metadata.name={}", target.key.name))
-}
-
 /// An object as the API server has it now, if it answers.
 async fn read(api: &Api<DynamicObject>, target: &ObjectRef) -> Option<Value> {
-    let list = tokio::time::timeout(REQUEST, api.list(&named(target))).await.ok()?.ok()?;
+    let list = tokio::time::timeout(REQUEST, api.list(&by_name(&target.key.name))).await.ok()?.ok()?;
     list.items.first().map(|object| value(target.kind, object))
 }
 
