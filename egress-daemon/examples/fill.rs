@@ -5,10 +5,8 @@
 //! `policy NUMBER APPLICATION`, or `node NUMBER`.
 
 use anyhow::{Context, Result, bail};
-use egress_daemon::{
-    api::{EgressGatewayPolicy, EgressIPPool},
-    store::lease::LEASE_NAMESPACE,
-};
+use egress_daemon::store::lease::LEASE_NAMESPACE;
+use egress_objects::api::{EgressGatewayPolicy, EgressIPPool};
 use futures::{StreamExt, TryStreamExt, stream};
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod, ServiceAccount};
 use kube::{

@@ -1,7 +1,6 @@
 //! The agent, the controller and what egressctl needs.
 
 pub mod agent;
-pub mod api;
 pub mod check;
 pub mod cleanup;
 pub mod config;
@@ -15,7 +14,5 @@ pub mod lock;
 pub mod observe;
 pub mod plugin;
 pub mod serve;
-pub mod snapshot;
 pub mod store;
-pub mod translate;
 pub mod uninstall;

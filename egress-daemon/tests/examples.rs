@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use egress_daemon::api::{Distribution, EgressGatewayPolicy, EgressIPPool, EgressPolicy};
 use egress_daemon::store::{Files, StoreProblem};
+use egress_objects::api::{Distribution, EgressGatewayPolicy, EgressIPPool, EgressPolicy};
 
 #[test]
 fn every_example_is_accepted_and_says_what_it_shows() {

@@ -26,7 +26,7 @@ pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<
 }
 
 /// The deadline after `until`, which an earlier agent set; none if `until` has passed.
-pub(super) fn renewed(until: u64, now: u64, length: Duration) -> Option<u64> {
+pub fn renewed(until: u64, now: u64, length: Duration) -> Option<u64> {
     (now < until).then(|| now + length.as_nanos() as u64)
 }
 

@@ -2,7 +2,6 @@
 
 use super::{Agent, AgentSettings, hooks::Wanted, status, tell};
 use crate::{
-    api::{EgressNode, ProgrammedPolicy},
     datapath::monotonic_ns,
     host::{
         firewall::{FirewallError, Spec},
@@ -23,6 +22,7 @@ use egress_core::{
     model::{Bandwidth, Transport},
     network::classify::{InterfaceRules, classify, outside},
 };
+use egress_objects::api::{EgressNode, ProgrammedPolicy};
 use ipnet::IpNet;
 use k8s_openapi::{api::coordination::v1::Lease, jiff::Timestamp};
 use std::{

@@ -1,17 +1,17 @@
 //! Reads the objects: everything that an agent needs to know of them, and whether any of it has changed.
 
-use crate::{
+use crate::store::Store;
+use egress_core::{
+    agent::facts::Objects,
+    model::{NodeName, PolicyId, PolicyKind},
+};
+use egress_objects::{
     api::{
         CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
         ExternalIPPool, Pod, egress_ip_name,
     },
     snapshot::{self, PROGRAMMED},
-    store::Store,
     translate::{self, Problem, networks::CniObjects},
-};
-use egress_core::{
-    agent::facts::Objects,
-    model::{NodeName, PolicyId, PolicyKind},
 };
 use k8s_openapi::api::networking::v1::ServiceCIDR;
 use k8s_openapi::{

@@ -3,11 +3,11 @@
 //! `egress_core::agent::machine` decides what to do and in which order. `node` is the loop, `actions` carries out the decisions;
 //! `status` and `tell` make what the agent reports.
 
-mod able;
+pub mod able;
 mod actions;
 mod aside;
 mod count;
-mod facts;
+pub mod facts;
 mod hooks;
 mod native;
 mod node;
@@ -15,9 +15,7 @@ mod owned;
 mod reopen;
 mod routes;
 pub mod settings;
-#[cfg(test)]
-mod sim;
-mod status;
+pub mod status;
 mod tell;
 pub mod trace;
 

@@ -1,11 +1,11 @@
 //! What the agent reports in its EgressNode.
 
 use super::Agent;
-use crate::api::{self, CarriedIP, EgressNodeStatus, NodeAddress, ProgrammedPolicy};
 use egress_core::{
     agent::{facts::Facts, machine::Machine, transports, unnamed::Networks},
     model::{Demand, PolicyId, Trouble, Version},
 };
+use egress_objects::api::{self, CarriedIP, EgressNodeStatus, NodeAddress, ProgrammedPolicy};
 use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
     jiff::Timestamp,

@@ -1,12 +1,9 @@
 //! What the agent reports on its socket.
 
 use super::{Agent, facts::ObservedObjects};
-use crate::{
-    observe::state::{
-        AgentState, BlockCounts, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult,
-        ProblemState, TakeOverLengths,
-    },
-    translate::refusals,
+use crate::observe::state::{
+    AgentState, BlockCounts, ConditionState, EgressIpState, GatewayState, NodeState, PolicyState, ProbeResult,
+    ProblemState, TakeOverLengths,
 };
 use egress_common::{egress::EgressIp, net, port_block};
 use egress_core::{
@@ -21,6 +18,7 @@ use egress_core::{
     network::xdp::Why,
     plan::{ConditionKind, Reason},
 };
+use egress_objects::translate::refusals;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use std::{collections::BTreeMap, net::IpAddr};
 

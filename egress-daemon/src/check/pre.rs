@@ -113,7 +113,7 @@ async fn objects(client: &Client, facts: &mut ClusterFacts) -> Result<(), kube::
         cidrs.map(|list| list.items.into_iter().filter_map(|object| object.spec?.cidrs).flatten().collect::<Vec<_>>());
     let service = Api::<Service>::namespaced(client.clone(), "default").get_opt("kubernetes").await?;
     facts.api_server = service.and_then(|service| service.spec?.cluster_ip);
-    let ours = format!(".{}", crate::api::GROUP);
+    let ours = format!(".{}", egress_objects::api::GROUP);
     let definitions = Api::<CustomResourceDefinition>::all(client.clone()).list_metadata(&all).await?.items;
     let names = definitions.into_iter().filter_map(|definition| definition.metadata.name);
     facts.definitions = names.filter(|name| name.ends_with(&ours)).collect();

@@ -1,8 +1,8 @@
 //! Decides which pods show whether policies keep their promises, and whether they do. Pure.
 
 use super::ask::Asked;
-use crate::translate::NAMESPACE_NAME;
 use egress_core::model::{Distribution, Labels, Policy, Selector, ZoneMode};
+use egress_objects::translate::NAMESPACE_NAME;
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,11 +1,11 @@
 //! Writes the desired objects that differ from the actual ones.
 
-use crate::api::{
+use crate::store::{Key, Store, StoreError, Stored};
+use egress_objects::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP, EgressIPPool,
     EgressIPStatus, EgressNode, EgressPolicy, ExternalIPPool,
 };
-use crate::snapshot::Desired;
-use crate::store::{Key, Store, StoreError, Stored};
+use egress_objects::snapshot::Desired;
 use futures::stream::{self, StreamExt};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::object::HasStatus;

@@ -1,8 +1,8 @@
 //! How long the connections of egress IPs that were taken out of their pools may continue. The condition `Draining` has the start
 //! of each drain, and outlives a controller. Pure.
 
-use crate::api::EgressIP;
-use crate::snapshot::draining_since;
+use egress_objects::api::EgressIP;
+use egress_objects::snapshot::draining_since;
 use k8s_openapi::jiff::Timestamp;
 use std::borrow::Borrow;
 use std::collections::BTreeSet;

@@ -1,12 +1,12 @@
 //! What users would want to know, as Kubernetes events.
 
-use crate::api::egress_ip_name;
 use crate::store::{Key, Kind, Note, ObjectRef};
-use crate::translate::Problem;
 use egress_core::{
     model::{PolicyId, PolicyKind},
     plan::{ConditionKind, OwnerReason, Reason, diff::Change},
 };
+use egress_objects::api::egress_ip_name;
+use egress_objects::translate::Problem;
 use std::fmt;
 
 /// Something that happened to an object.

@@ -11,7 +11,7 @@ mod events;
 mod partial;
 mod remarks;
 mod run;
-pub(crate) mod sight;
+pub mod sight;
 #[cfg(test)]
 mod tests;
 

@@ -1,20 +1,20 @@
 //! Takes in a few changes without reading everything: pods that came, went or changed, what agents report, and what
 //! this controller wrote itself. Everything else, and whatever could follow from it, needs a full round.
 
-use crate::api::networks::{antrea, calico, cilium, kube_ovn};
-use crate::api::{
-    CiliumEgressGatewayPolicy, EVERY_NODE, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode,
-    EgressNodeSpec, EgressPolicy, ExternalIPPool, Pod, egress_ip_name,
-};
-use crate::snapshot::{ApiObjects, Desired, desired_part, egress_ip, namespace};
 use crate::store::{Key, Store, Stored};
-use crate::translate::{self, Problem};
 use egress_core::{
     health::Health,
     model::{Endpoint, EndpointId, NodeName, NodeReport, Policy, PolicyId, PolicyKind, Pool, Snapshot},
     network::pods::PodCidrs,
     plan::{Changes, EgressIpPlan, Memo, Plan},
 };
+use egress_objects::api::networks::{antrea, calico, cilium, kube_ovn};
+use egress_objects::api::{
+    CiliumEgressGatewayPolicy, EVERY_NODE, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode,
+    EgressNodeSpec, EgressPolicy, ExternalIPPool, Pod, egress_ip_name,
+};
+use egress_objects::snapshot::{ApiObjects, Desired, desired_part, egress_ip, namespace};
+use egress_objects::translate::{self, Problem};
 use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use std::cell::LazyCell;

@@ -1,10 +1,10 @@
 //! Mistakes in the source of objects, as conditions of the objects that they are about. The last good version of such an
 //! object is in force: that is not what its author wants, so it counts as degraded. Pure.
 
-use crate::snapshot::{ApiObjects, Desired};
 use crate::store::{Kind, StoreProblem};
-use crate::translate;
 use egress_core::plan::{ConditionKind, Reason};
+use egress_objects::snapshot::{ApiObjects, Desired};
+use egress_objects::translate;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::core::object::HasStatus;
 use std::collections::BTreeMap;

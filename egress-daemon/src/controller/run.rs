@@ -4,19 +4,19 @@ use super::apply::{Applied, Differences, apply, apply_part};
 use super::partial::{Known, Revisions};
 use super::sight::{Judgement, Sight, delays, judged};
 use super::{ControllerConfig, ControllerReport, Event, drains, remarks};
-use crate::api::{
-    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
-    ExternalIPPool, Pod,
-};
-use crate::snapshot::{ApiObjects, desired, previous, snapshot};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
 use crate::store::{Key, Store, StoreProblem};
-use crate::translate::{networks::CniObjects, refusals};
 use egress_core::{
     health::Health,
     model::{NodeName, PolicyId, Snapshot},
     plan::{Plan, departed::Departed, diff::diff, plan_and_remember},
 };
+use egress_objects::api::{
+    CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
+    ExternalIPPool, Pod,
+};
+use egress_objects::snapshot::{ApiObjects, desired, previous, snapshot};
+use egress_objects::translate::{networks::CniObjects, refusals};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Namespace, Node};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;

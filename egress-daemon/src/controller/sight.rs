@@ -11,8 +11,9 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// The gateways, by the leases that the store reports.
-pub(crate) struct Sight {
-    pub(crate) gateways: LeaseTracker,
+pub struct Sight {
+    /// Their health.
+    pub gateways: LeaseTracker,
     patience: Duration,
     /// The gateways whose leases somebody holds.
     known: BTreeSet<NodeName>,
@@ -21,7 +22,8 @@ pub(crate) struct Sight {
 }
 
 impl Sight {
-    pub(crate) fn new(times: LeaseTimes) -> Self {
+    /// Nothing is known yet.
+    pub fn new(times: LeaseTimes) -> Self {
         let (patience, known) = (times.duration / 2, BTreeSet::new());
         Self { gateways: LeaseTracker::new(times), patience, known, heard: (0, Duration::ZERO) }
     }
@@ -30,7 +32,7 @@ impl Sight {
     ///
     /// Some lease, if only the leader's own, is renewed all the time. If the store receives none, it is unreachable or this process did
     /// not run: the gateways have not all failed.
-    pub(crate) fn observe(&mut self, leases: impl IntoIterator<Item = impl Borrow<Lease>>, heard: u64, now: Duration) {
+    pub fn observe(&mut self, leases: impl IntoIterator<Item = impl Borrow<Lease>>, heard: u64, now: Duration) {
         if now.saturating_sub(self.heard.1) >= self.patience {
             self.gateways.lost_sight(self.heard.1);
         }
@@ -64,10 +66,10 @@ impl Sight {
 }
 
 /// A gateway: whether it is unasked, fresh and proven, and whether its node is gone; and for how many of the delays it has been fresh.
-pub(crate) type Judgement = (NodeName, [bool; 4], usize);
+pub type Judgement = (NodeName, [bool; 4], usize);
 
 /// The part of the gateways' health that a plan depends on, in a form that is cheap to compare.
-pub(crate) fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgement> {
+pub fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgement> {
     let judge = |(node, health): (&NodeName, &egress_core::health::NodeHealth)| {
         let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();
         let flags = [health.is_unasked(), health.is_fresh(), health.is_proven(), health.gone];
@@ -77,7 +79,7 @@ pub(crate) fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgem
 }
 
 /// After which delays an egress IP may go back to its preferred gateway.
-pub(crate) fn delays(snapshot: &Snapshot) -> BTreeSet<Duration> {
+pub fn delays(snapshot: &Snapshot) -> BTreeSet<Duration> {
     let of_pools = snapshot.pools.values().map(|pool| pool.failback);
     let delay = |failback| match failback {
         Failback::Preferred { delay } => Some(delay),

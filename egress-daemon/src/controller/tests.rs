@@ -6,15 +6,15 @@ mod tenancy;
 
 use super::apply::{apply, is_far, is_news_of_egress_ip, is_news_of_policy};
 use super::*;
-use crate::api::Pod;
-use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressIPStatus, EgressNode};
-use crate::snapshot::{ApiObjects, Desired, desired, previous, snapshot};
 use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
 use crate::store::{Changes, Files, Key, Store};
 use egress_core::{
     health::{Health, LeaseState, NodeHealth},
     plan::plan,
 };
+use egress_objects::api::Pod;
+use egress_objects::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressIPStatus, EgressNode};
+use egress_objects::snapshot::{ApiObjects, Desired, desired, previous, snapshot};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use k8s_openapi::jiff::Timestamp;
 use std::collections::BTreeSet;

@@ -3,13 +3,13 @@
 use super::export::{Change, Exporters, Ports, Record};
 use super::worker::Worker;
 use super::{FlowLog, Limits, Log, LogError, MAX_BYTES, Mode, now};
-use crate::api::{EgressIP, EgressNode, EgressNodeSpec};
 use crate::store::{Key, Store};
 use egress_common::port_block;
 use egress_core::{
     leaselog::{Book, LeaseEvent, LeaseRecord, PortLease},
     model::NodeName,
 };
+use egress_objects::api::{EgressIP, EgressNode, EgressNodeSpec};
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::PathBuf;

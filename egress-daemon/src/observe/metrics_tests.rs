@@ -124,7 +124,7 @@ fn everything(pins: &Pins) -> String {
     let (_report, reports) = watch::channel(ControllerReport::default());
     let dir = tempfile::tempdir().unwrap();
     let store = crate::store::Files::open(dir.path()).unwrap();
-    let object = crate::api::EgressNode::new("n1", Default::default());
+    let object = egress_objects::api::EgressNode::new("n1", Default::default());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { (store.create(&object).await.unwrap(), store.create(&object).await.unwrap_err()) });
     text_of(&MetricSources {

@@ -3,16 +3,18 @@
 
 use super::kubectl::{Kubectl, KubectlError};
 use crate::{
-    api::{EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressPolicy},
     connectivity::{
         Asked,
         trial::{Case, Home, Known, Rule, Slot, Trial, cases, judge, sources},
     },
     ctl::print::{Printable, Row, table},
-    translate,
 };
 use anyhow::{Context as _, Result, bail};
 use egress_core::model::{Labels, Requirement, Selector};
+use egress_objects::{
+    api::{EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressPolicy},
+    translate,
+};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::{
@@ -154,7 +156,7 @@ fn policies(kubectl: &Kubectl) -> Result<Vec<Known>> {
 
 fn slots(status: EgressGatewayPolicyStatus) -> Vec<Slot> {
     let slots = status.slots.into_iter().filter(|slot| !slot.draining);
-    let slot = |slot: crate::api::SlotStatus| {
+    let slot = |slot: egress_objects::api::SlotStatus| {
         Some(Slot { address: slot.egress_ip.parse().ok()?, weight: slot.weight, healthy: slot.healthy })
     };
     slots.filter_map(slot).collect()

@@ -4,12 +4,10 @@
 //! destinations: the page shows nothing that those who reach the port could not read in the metrics.
 
 use super::{Click, Feed, INTERVAL, routes};
-use crate::{
-    api::{EgressGatewayPolicy, EgressIP, EgressPolicy, egress_ip_name},
-    store::{Key, Store},
-};
+use crate::store::{Key, Store};
 use anyhow::{Context as _, Result, bail};
 use axum::{Router, body::Body};
+use egress_objects::api::{EgressGatewayPolicy, EgressIP, EgressPolicy, egress_ip_name};
 use futures::{StreamExt as _, stream};
 use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},

@@ -1,12 +1,12 @@
 //! The kinds that a store holds: their names on the wire, who writes them, and their Rust types.
 
-use crate::api::networks::{
+use egress_objects::api::networks::{
     antrea::IPPool as AntreaIPPool,
     calico::IPPool as CalicoIPPool,
     cilium::{CiliumNode, CiliumPodIPPool},
     kube_ovn::Subnet as KubeOvnSubnet,
 };
-use crate::api::{
+use egress_objects::api::{
     ALPHA, CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode, EgressPolicy,
     ExternalIPPool, GROUP, Pod, SHORT_FORMS,
 };

@@ -16,7 +16,7 @@ pub use kind::{Key, Kind, ObjectRef, Stored};
 pub use kubernetes::{ConnectError, Kubernetes, Reader};
 pub use problem::StoreProblem;
 
-use crate::api::Violation;
+use egress_objects::api::Violation;
 use futures::future::BoxFuture;
 use kind::Erased;
 use serde_json::Value;

@@ -203,8 +203,8 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut
 /// Runs all seeds of the simulated cluster.
 fn simulated_cluster(binaries: &[Binary]) -> Result<Tally> {
     let mut tally = Tally::default();
-    let mut command = find(binaries, "egress-daemon")?.command();
-    command.args(["--quiet", "agent::sim"]).env("SPILLWAY_SIM_SEEDS", SEEDS);
+    let mut command = find(binaries, "egress-sim")?.command();
+    command.arg("--quiet").env("SPILLWAY_SIM_SEEDS", SEEDS);
     let how = Run { filter: None, timeout: SIMULATION_TIMEOUT, second_try: false };
     libtest::run("the simulated cluster", command, &how, &mut tally)?;
     Ok(tally)

@@ -1,7 +1,7 @@
 //! Pools that are deleted or made smaller while their addresses are in use.
 
 use super::*;
-use crate::snapshot::draining_since;
+use egress_objects::snapshot::draining_since;
 
 /// The addresses that drain, sorted, once there are `count`.
 fn draining(store: &Store, count: usize) -> Option<Vec<String>> {

@@ -1,7 +1,7 @@
 //! Policies of namespaces.
 
 use super::*;
-use crate::api::EgressPolicy;
+use egress_objects::api::EgressPolicy;
 
 const TEAM: &str = "
 apiVersion: spillway.io/v1beta1

@@ -1,6 +1,5 @@
 //! The objects as they would be, and the health of gateways at one moment. Pure.
 
-use crate::snapshot::ApiObjects;
 use crate::store::lease::GATEWAY_LEASE_PREFIX;
 use crate::store::{Key, Kind, ObjectRef, Stored};
 use anyhow::{Context as _, Result, bail};
@@ -8,6 +7,7 @@ use egress_core::{
     health::{Health, LeaseState, NodeHealth},
     model::NodeName,
 };
+use egress_objects::snapshot::ApiObjects;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::jiff::Timestamp;
 use serde::Serialize;

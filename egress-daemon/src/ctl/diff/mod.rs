@@ -13,15 +13,15 @@ use super::views::{FlowFilter, FlowRow, FlowsView, TRANSLATED, ViewSources, flow
 use crate::config::{Config, Foreign};
 use crate::controller::objects;
 use crate::datapath::Pins;
-use crate::snapshot::{ApiObjects, previous, snapshot};
 use crate::store::{Files, Kind, Kubernetes, ObjectRef, Reader, Store, parse};
-use crate::translate::Problem;
 use anyhow::{Context as _, Result, bail};
 use egress_core::{
     health::Health,
     model::{EndpointId, Snapshot},
     plan::preview::{LiveFlow, Side, preview, settled},
 };
+use egress_objects::snapshot::{ApiObjects, previous, snapshot};
+use egress_objects::translate::Problem;
 use k8s_openapi::api::coordination::v1::Lease;
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -43,9 +43,9 @@ fn cluster() -> ApiObjects {
         change::apply(&mut objects, &object, Some(value)).unwrap();
     }
     let pod = json!({"metadata": {"name": "a", "namespace": "shop", "uid": "u"}, "spec": {"nodeName": "w1", "containers": []}, "status": {"podIPs": [{"ip": "10.0.0.5"}]}});
-    objects
-        .pods
-        .push(Arc::new(crate::api::Pod::from(serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(pod).unwrap())));
+    objects.pods.push(Arc::new(egress_objects::api::Pod::from(
+        serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(pod).unwrap(),
+    )));
     for node in ["gw1", "gw2", "w1"] {
         let object = json!({"metadata": {"name": node}, "spec": {}, "status": {}});
         objects.egress_nodes.push(Arc::new(serde_json::from_value(object).unwrap()));

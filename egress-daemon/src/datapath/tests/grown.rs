@@ -68,10 +68,15 @@ fn next() -> Vec<u8> {
     let toolchain = toolchain::Toolchain::find().unwrap_or_else(|missing| panic!("{missing}"));
     let mut build = toolchain.cargo("build");
     build.args(["--release", "--package", "egress-ebpf", "--bin", "spillway", "--offline"]).current_dir(copy.path());
-    let output = build.arg("--target-dir").arg(copy.path().join("target")).output().unwrap();
+    // In a copy of the folder of this version's programs all that they depend on is compiled already.
+    let target = copy.path().join("target");
+    let here = Path::new(env!("SPILLWAY_EBPF_OBJECT")).ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists());
+    let status = Command::new("cp").arg("-a").arg(here.expect("cargo's folder").join("ebpf")).arg(&target).status();
+    assert!(status.unwrap().success());
+    let output = build.arg("--target-dir").arg(&target).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let built: PathBuf = ["target", toolchain::BPF_TARGET, "release", "spillway"].iter().collect();
-    fs::read(copy.path().join(built)).unwrap()
+    let built: PathBuf = [toolchain::BPF_TARGET, "release", "spillway"].iter().collect();
+    fs::read(target.join(built)).unwrap()
 }
 
 fn opening(pod: &str, server: &str, port: u16) -> Vec<u8> {

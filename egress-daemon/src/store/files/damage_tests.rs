@@ -1,8 +1,8 @@
 //! Malformed manifests: every text results in objects and problems, never in a panic.
 
 use super::parse::Parser;
-use crate::snapshot::{ApiObjects, snapshot};
 use crate::store::Kind;
+use egress_objects::snapshot::{ApiObjects, snapshot};
 use proptest::prelude::*;
 use std::{path::Path, sync::Arc};
 

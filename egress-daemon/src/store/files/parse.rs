@@ -1,8 +1,8 @@
 //! Parses the text of a file that a user wrote into objects and problems. Pure.
 
 use super::packed::Packed;
-use crate::api::{Rules, Violation, crds, unknown_field};
 use crate::store::{Key, Kind, ObjectRef, StoreProblem};
+use egress_objects::api::{Rules, Violation, crds, unknown_field};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::{Map, Value};
 use siphasher::sip128::{Hasher128, SipHasher13};
@@ -45,7 +45,7 @@ impl Parser {
         if let Some(rules) = self.rules.get(&(text("apiVersion"), text("kind"))) {
             return rules.check(value);
         }
-        crate::api::remove_nulls(value);
+        egress_objects::api::remove_nulls(value);
         Vec::new()
     }
 

@@ -455,7 +455,7 @@ fn content(target: &ObjectRef, mut value: Value) -> io::Result<Content> {
     }
     let invalid = |message: String| io::Error::new(io::ErrorKind::InvalidData, message);
     let version = version(&value).ok_or_else(|| invalid("metadata.resourceVersion is not a number".to_owned()))?;
-    crate::api::remove_nulls(&mut value);
+    egress_objects::api::remove_nulls(&mut value);
     let key = Key::namespaced(
         value.pointer("/metadata/namespace").and_then(Value::as_str).unwrap_or_default(),
         &target.key.name,

@@ -3,9 +3,9 @@
 mod versions;
 
 use super::*;
-use crate::api::Pod;
-use crate::api::{EgressGatewayPolicy, EgressIP, EgressIPSpec, EgressIPStatus};
 use crate::store::{Changes, ObjectRef};
+use egress_objects::api::Pod;
+use egress_objects::api::{EgressGatewayPolicy, EgressIP, EgressIPSpec, EgressIPStatus};
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -173,7 +173,7 @@ async fn the_status_of_a_users_object_is_kept_in_another_file() {
     fs::write(dir.path().join("web.yaml"), POLICY).unwrap();
     let store = Files::open(dir.path()).unwrap();
     let mut web = policy(&store).unwrap().as_ref().clone();
-    web.status = Some(crate::api::EgressGatewayPolicyStatus { selected_endpoints: 7, ..Default::default() });
+    web.status = Some(egress_objects::api::EgressGatewayPolicyStatus { selected_endpoints: 7, ..Default::default() });
     let written = store.replace_status(&web).await.unwrap();
     assert_eq!(policy(&store).unwrap().as_ref(), &written);
     assert!(matches!(store.replace_status(&web).await, Err(StoreError::Conflict(_))));

@@ -3,10 +3,10 @@
 use super::Files;
 use super::parse::is_name;
 use super::record::{generation_content, store, time_now, uid, version};
-use crate::api::Violation;
 use crate::store::kind::Kind;
 use crate::store::view::Item;
 use crate::store::{Guard, ObjectRef, StoreError, Verb, Write};
+use egress_objects::api::Violation;
 use serde_json::{Map, Value};
 use std::fs;
 use std::io;

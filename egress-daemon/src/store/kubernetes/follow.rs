@@ -3,8 +3,8 @@
 use super::cache::Cache;
 use super::namespace_of;
 use super::needed::{Needed, more_needed, patience};
-use crate::api::{EgressNode, FOLLOWED_BY_LABEL};
 use crate::store::Kind;
+use egress_objects::api::{EgressNode, FOLLOWED_BY_LABEL};
 use futures::StreamExt;
 use kube::api::{Api, DynamicObject, ListParams};
 use kube::core::{ApiResource, ObjectList};

@@ -2,8 +2,8 @@
 //! its node is a gateway.
 
 use super::cache::Cache;
-use crate::api::{EgressIP, EgressNode};
 use crate::store::{Key, Kind};
+use egress_objects::api::{EgressIP, EgressNode};
 use std::collections::BTreeSet;
 use std::time::Duration;
 use tokio::time::Instant;

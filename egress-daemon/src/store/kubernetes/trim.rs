@@ -153,11 +153,11 @@ mod tests {
             "metadata": {"name": "p", "namespace": "n", "uid": "u", "labels": {"app": "web"}, "annotations": {"x": "y"}},
             "spec": {"nodeName": "w1", "containers": [{"name": "c", "image": "i"}]},
             "status": {"phase": "Running", "podIP": "10.0.0.5", "podIPs": [{"ip": "10.0.0.5"}], "qosClass": "BestEffort"}});
-        let whole: crate::api::Pod = serde_json::from_value(pod.clone()).unwrap();
+        let whole: egress_objects::api::Pod = serde_json::from_value(pod.clone()).unwrap();
         trim(Kind::Pod, &mut pod);
-        let small: crate::api::Pod = serde_json::from_value(pod.clone()).unwrap();
-        assert_eq!(crate::translate::endpoint(&whole), crate::translate::endpoint(&small));
-        assert!(crate::translate::endpoint(&small).is_some_and(|endpoint| !endpoint.ips.is_empty()));
+        let small: egress_objects::api::Pod = serde_json::from_value(pod.clone()).unwrap();
+        assert_eq!(egress_objects::translate::endpoint(&whole), egress_objects::translate::endpoint(&small));
+        assert!(egress_objects::translate::endpoint(&small).is_some_and(|endpoint| !endpoint.ips.is_empty()));
         assert!(!pod.to_string().contains("qosClass") && !pod.to_string().contains("annotations"));
     }
 

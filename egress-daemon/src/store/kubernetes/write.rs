@@ -6,8 +6,8 @@
 use super::cache::Cache;
 use super::follow::{by_name, of_kind, value};
 use super::trim::version;
-use crate::api::Violation;
 use crate::store::{Guard, Kind, ObjectRef, StoreError, Verb, Write};
+use egress_objects::api::Violation;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::{ApiResource, Status};

@@ -11,9 +11,9 @@ async fn an_object_of_the_version_before_with_a_short_form_gets_its_status() {
     let store = Files::open(dir.path()).unwrap();
     let read = policy(&store).unwrap();
     // As a controller makes it.
-    let mut web = crate::api::EgressGatewayPolicy::new("web", read.spec.clone());
+    let mut web = egress_objects::api::EgressGatewayPolicy::new("web", read.spec.clone());
     web.metadata = read.metadata.clone();
-    web.status = Some(crate::api::EgressGatewayPolicyStatus { selected_endpoints: 7, ..Default::default() });
+    web.status = Some(egress_objects::api::EgressGatewayPolicyStatus { selected_endpoints: 7, ..Default::default() });
     store.replace_status(&web).await.unwrap();
     let now = policy(&store).unwrap();
     assert_eq!((&now.status, &now.spec), (&web.status, &read.spec));

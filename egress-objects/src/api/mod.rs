@@ -35,7 +35,7 @@ pub use pool::{
     Quota, SubnetInfo,
 };
 pub use rules::{Rules, Violation};
-pub(crate) use rules::{remove_nulls, unknown_field};
+pub use rules::{remove_nulls, unknown_field};
 pub use schema::SHORT_FORMS;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;

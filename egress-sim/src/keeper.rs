@@ -1,7 +1,7 @@
 //! What `store::lease::LeaseKeeper` does around an elector: one write at a time.
 
 use super::api::{Client, Object, Stored};
-use crate::store::{
+use egress_daemon::store::{
     Key,
     lease::{Elector, LEASE_NAMESPACE, LeaseAction, LeaseTerms},
 };

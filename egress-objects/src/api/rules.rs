@@ -65,7 +65,7 @@ fn sentence(field: String, text: &str) -> Violation {
 }
 
 /// Removes the fields with the value null, which count as absent.
-pub(crate) fn remove_nulls(value: &mut Value) {
+pub fn remove_nulls(value: &mut Value) {
     match value {
         Value::Object(map) => {
             map.retain(|_, value| !value.is_null());
@@ -194,7 +194,7 @@ fn check_enum(schema: &Value, text: &str, path: &str, found: &mut Vec<Violation>
 }
 
 /// An unknown field, and the fields that may stand there instead.
-pub(crate) fn unknown_field<'a>(path: String, name: &str, known: impl Iterator<Item = &'a String>) -> Violation {
+pub fn unknown_field<'a>(path: String, name: &str, known: impl Iterator<Item = &'a String>) -> Violation {
     let known: Vec<&str> = known.map(String::as_str).collect();
     let meant = known.iter().find(|candidate| {
         let (a, b) = (candidate.to_lowercase(), name.to_lowercase());

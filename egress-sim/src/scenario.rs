@@ -7,7 +7,7 @@ use super::{
     machine::{Kernel, Times},
     rng::Rng,
 };
-use crate::snapshot::ApiObjects;
+use egress_objects::snapshot::ApiObjects;
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
 

@@ -1,11 +1,11 @@
 //! What processes want, and what happens to them.
 
 use super::api::{Ends, Object, Stored};
-use crate::api::EgressIP;
 use egress_core::{
     agent::gateways::{Answered, Request},
     model::NodeName,
 };
+use egress_objects::api::EgressIP;
 use std::{
     cmp::{Ordering, Reverse},
     time::Duration,

@@ -7,19 +7,21 @@ use super::{
     keeper::Keeper,
     machine::Times,
 };
-use crate::{
-    api::{EgressIP, EgressNode},
-    controller::{
-        ControllerConfig,
-        sight::{Judgement, Sight, delays, judged},
-    },
-    snapshot::{Desired, desired},
-    store::lease::CONTROLLER_LEASE,
-};
 use egress_core::{
     health::{Health, LeaseTimes},
     model::NodeName,
     plan::{Plan, plan},
+};
+use egress_daemon::{
+    controller::{
+        ControllerConfig,
+        sight::{Judgement, Sight, delays, judged},
+    },
+    store::lease::CONTROLLER_LEASE,
+};
+use egress_objects::{
+    api::{EgressIP, EgressNode},
+    snapshot::{Desired, desired},
 };
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
 use std::{

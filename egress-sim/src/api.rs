@@ -3,8 +3,8 @@
 //! Each kind has a watch of its own: a process sees the versions of one kind in their order, and each watch lags independently. A
 //! process that starts lists what some server's cache has, which may be old.
 
-use super::super::facts::ObservedObjects;
-use crate::{
+use egress_daemon::agent::facts::ObservedObjects;
+use egress_objects::{
     api::{EgressIP, EgressNode, Pod},
     snapshot::ApiObjects,
 };

@@ -2,12 +2,10 @@
 //! can see is carried out: tables, probes, heartbeats, the lease and the status.
 
 use super::{
-    super::{able, status},
     api::{Client, Object, Reader, SharedObjects},
     events::{Effect, Purpose},
     keeper::Keeper,
 };
-use crate::{api::EgressNode, store::lease::gateway_lease};
 use egress_common::config;
 use egress_core::{
     agent::{
@@ -26,6 +24,11 @@ use egress_core::{
     },
     testing::{default_route, link},
 };
+use egress_daemon::{
+    agent::{able, status},
+    store::lease::gateway_lease,
+};
+use egress_objects::api::EgressNode;
 use std::{collections::BTreeMap, net::IpAddr, rc::Rc, sync::Arc, time::Duration};
 
 /// The uplink of each node, and the interface of its pod.
