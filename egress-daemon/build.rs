@@ -1,5 +1,6 @@
 //! Builds the eBPF programs from source and names the objects for the daemon to embed:
-//! `aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"))`, and `SPILLWAY_TRACE_OBJECT` for the programs of a trace.
+//! `aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"))`, and `SPILLWAY_TRACE_OBJECT` for the programs of a trace. A test that builds
+//! changed programs finds in `SPILLWAY_EBPF_TARGET` what they depend on, compiled.
 
 use object::build::elf::{Builder, SectionData};
 use std::path::{Path, PathBuf};
@@ -40,15 +41,20 @@ fn build() -> Result<[PathBuf; 2], String> {
     println!("cargo::rerun-if-changed={}", toolchain.linker.display());
 
     let out_dir = PathBuf::from(variable("OUT_DIR")?);
-    Ok([
-        object(&toolchain, workspace, &[], &out_dir.join("spillway.bpf.o"))?,
-        object(&toolchain, workspace, &["--features", "trace"], &out_dir.join("trace.bpf.o"))?,
-    ])
+    let target_dir = target_dir(&out_dir);
+    println!("cargo::rustc-env=SPILLWAY_EBPF_TARGET={}", target_dir.display());
+    let object = |features: &[&str], name| object(&toolchain, workspace, features, &target_dir, &out_dir.join(name));
+    Ok([object(&[], "spillway.bpf.o")?, object(&["--features", "trace"], "trace.bpf.o")?])
 }
 
-/// Builds one object and copies it to `to`: cargo gives both the same name.
-fn object(toolchain: &Toolchain, workspace: &Path, features: &[&str], to: &Path) -> Result<PathBuf, String> {
-    let target_dir = target_dir(to);
+/// Builds one object in `target_dir` and copies it to `to`: cargo gives both the same name.
+fn object(
+    toolchain: &Toolchain,
+    workspace: &Path,
+    features: &[&str],
+    target_dir: &Path,
+    to: &Path,
+) -> Result<PathBuf, String> {
     let output = toolchain
         .cargo("build")
         .args(["--quiet", "--release", "--package", PACKAGE, "--bin", BINARY])
@@ -56,7 +62,7 @@ fn object(toolchain: &Toolchain, workspace: &Path, features: &[&str], to: &Path)
         .arg("--manifest-path")
         .arg(workspace.join("Cargo.toml"))
         .arg("--target-dir")
-        .arg(&target_dir)
+        .arg(target_dir)
         .output()
         .map_err(|error| format!("{} cannot be run: {error}", toolchain.rust.cargo.display()))?;
     let messages = String::from_utf8_lossy(&output.stderr);

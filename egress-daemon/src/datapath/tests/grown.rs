@@ -68,10 +68,10 @@ fn next() -> Vec<u8> {
     let toolchain = toolchain::Toolchain::find().unwrap_or_else(|missing| panic!("{missing}"));
     let mut build = toolchain.cargo("build");
     build.args(["--release", "--package", "egress-ebpf", "--bin", "spillway", "--offline"]).current_dir(copy.path());
-    // In a copy of the folder of this version's programs all that they depend on is compiled already.
+    // In a copy of the folder of this version's programs all that they depend on is compiled already. In the folder itself cargo would take
+    // the changed crates for these.
     let target = copy.path().join("target");
-    let here = Path::new(env!("SPILLWAY_EBPF_OBJECT")).ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists());
-    let status = Command::new("cp").arg("-a").arg(here.expect("cargo's folder").join("ebpf")).arg(&target).status();
+    let status = Command::new("cp").args(["-a", env!("SPILLWAY_EBPF_TARGET")]).arg(&target).status();
     assert!(status.unwrap().success());
     let output = build.arg("--target-dir").arg(&target).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
