@@ -1,9 +1,20 @@
 //! Runs short programs, and returns their output or an error with what they printed.
 
 use std::io::Write;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result, bail};
+
+/// What starts a program in another network namespace ([`NetNs::command`](crate::netns::NetNs::command)).
+pub(crate) const ENTER: &str = "nsenter";
+
+/// The program that `command` runs, in whatever network namespace.
+pub(crate) fn program(command: &Command) -> &Path {
+    let itself = command.get_program();
+    let entered = if itself == ENTER { command.get_args().nth(1) } else { None };
+    Path::new(entered.unwrap_or(itself))
+}
 
 /// Runs `command` to its end and returns its standard output.
 pub fn output(command: &mut Command) -> Result<String> {
@@ -35,7 +46,7 @@ fn check(command: &Command, output: Output) -> Result<String> {
     if !output.status.success() {
         bail!(
             "{} ended with {}: {}{}",
-            command.get_program().display(),
+            program(command).display(),
             output.status,
             String::from_utf8_lossy(&output.stderr),
             String::from_utf8_lossy(&output.stdout),
@@ -45,5 +56,5 @@ fn check(command: &Command, output: Output) -> Result<String> {
 }
 
 fn not_started(command: &Command) -> String {
-    format!("cannot start {} (is it installed?)", command.get_program().display())
+    format!("cannot start {} (is it installed?)", program(command).display())
 }

@@ -7,7 +7,6 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -20,6 +19,7 @@ use nix::mount::{MntFlags, MsFlags};
 use nix::net::if_::InterfaceFlags;
 use nix::sched::{CloneFlags, setns, unshare};
 
+use crate::command;
 use crate::wait::wait_until;
 
 /// Where namespaces are bound, as in iproute2.
@@ -36,6 +36,8 @@ const LINK_LOCAL: &str = "20";
 #[derive(Clone, Debug)]
 pub struct NetNs {
     name: Arc<str>,
+    /// The file that stands for it.
+    path: Arc<Path>,
     file: Arc<File>,
 }
 
@@ -76,7 +78,7 @@ impl NetNs {
     /// A handle of a namespace by the file that stands for it, such as `/proc/1/ns/net`, with a name for messages.
     pub fn open_file(name: &str, path: &Path) -> Result<NetNs> {
         let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
-        Ok(NetNs { name: name.into(), file: Arc::new(file) })
+        Ok(NetNs { name: name.into(), path: path.into(), file: Arc::new(file) })
     }
 
     /// The name in /run/netns.
@@ -114,13 +116,11 @@ impl NetNs {
             .with_context(|| format!("cannot start thread {name} in {}", self.name))
     }
 
-    /// A command that will run in this namespace, with the caller's file system.
+    /// A command that will run in this namespace, with the caller's file system. `nsenter` moves it there: a closure between fork and exec
+    /// would make the standard library copy the page tables of the whole test process for every short program.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
-        let mut command = Command::new(program.as_ref());
-        let file = Arc::clone(&self.file);
-        let enter = move || setns(file.as_fd(), CloneFlags::CLONE_NEWNET).map_err(std::io::Error::from);
-        // SAFETY: between fork and exec the closure makes one system call on an open descriptor and allocates nothing.
-        unsafe { command.pre_exec(enter) };
+        let mut command = Command::new(command::ENTER);
+        command.arg(format!("-n{}", self.path.display())).arg(program.as_ref());
         command
     }
 
@@ -130,20 +130,20 @@ impl NetNs {
         if lines.is_empty() {
             return Ok(());
         }
-        crate::command::feed(self.command("ip").args(["-batch", "-"]), &(lines.join("\n") + "\n"))
+        command::feed(self.command("ip").args(["-batch", "-"]), &(lines.join("\n") + "\n"))
             .with_context(|| format!("ip -batch in {}", self.name))
             .with_context(|| numbered(lines))
     }
 
     /// Loads an nftables script here.
     pub fn nft(&self, script: &str) -> Result<()> {
-        crate::command::feed(self.command("nft").args(["-f", "-"]), script)
+        command::feed(self.command("nft").args(["-f", "-"]), script)
             .with_context(|| format!("nft in {}: {script}", self.name))
     }
 
     /// Runs a shell script here and returns what it printed.
     pub fn sh(&self, script: &str) -> Result<String> {
-        crate::command::output(self.command("/bin/sh").args(["-euc", script]))
+        command::output(self.command("/bin/sh").args(["-euc", script]))
             .with_context(|| format!("in {}: {script}", self.name))
     }
 

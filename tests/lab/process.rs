@@ -13,6 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
+use crate::command::program;
 use crate::topology::{Lab, XDP};
 use crate::wait::wait_for;
 
@@ -44,8 +45,8 @@ impl Process {
             .stdout(out.try_clone()?)
             .stderr(out)
             .spawn()
-            .with_context(|| format!("cannot start {}", command.get_program().display()))?;
-        let (name, node, program) = (name.to_owned(), node.map(str::to_owned), command.get_program().into());
+            .with_context(|| format!("cannot start {}", program(&command).display()))?;
+        let (name, node, program) = (name.to_owned(), node.map(str::to_owned), program(&command).into());
         Ok(Process { name, node, program, child, log, exited: None, left: false })
     }
 

@@ -157,10 +157,8 @@ fn watchdog(id: &str) -> Result<Child> {
     let script = format!("trap '' INT TERM HUP\nread -r word\n[ \"$word\" = done ] && exit 0\n{REMOVE}");
     let mut command = Command::new("/bin/sh");
     command.args(["-c", &script]).env("LAB", id).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-    // A session of its own: a Ctrl-C at the terminal must not reach it.
-    let detach = || nix::unistd::setsid().map(drop).map_err(std::io::Error::from);
-    // SAFETY: between fork and exec the closure makes one system call and allocates nothing.
-    unsafe { command.pre_exec(detach) };
+    // A Ctrl-C at the terminal must not reach it.
+    command.process_group(0);
     command.spawn().context("cannot start the lab's watchdog")
 }
 

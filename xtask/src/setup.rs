@@ -119,7 +119,8 @@ enum Gap {
 }
 
 /// The programs that the lab, the tests and the README call.
-const PROGRAMS: [Packaged; 3] = [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool")];
+const PROGRAMS: [Packaged; 4] =
+    [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool"), ("nsenter", "util-linux")];
 
 /// What only tests run: BGP speakers, and a collector of IPFIX.
 const TESTED_WITH: [Packaged; 3] = [("vtysh", "frr"), ("bird", "bird2"), ("nfcapd", "nfdump")];

@@ -31,9 +31,9 @@ const PROCESSORS: &str = "2";
 const PROGRAMS: [&str; 6] =
     ["/sbin/ip", "/sbin/ipvsadm", "/sbin/tc", "/usr/sbin/nft", "/usr/sbin/bpftool", "/sbin/sysctl"];
 /// The applets of busybox that are used.
-const APPLETS: [&str; 22] = [
+const APPLETS: [&str; 23] = [
     "cat", "chmod", "cp", "date", "dmesg", "echo", "env", "false", "grep", "kill", "ln", "ls", "mkdir", "modprobe",
-    "mount", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
+    "mount", "nsenter", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
 ];
 /// Modules that the tests may ask the kernel for; it loads them on its own.
 const MODULES: [&str; 24] = [
@@ -63,7 +63,7 @@ const MODULES: [&str; 24] = [
     "vxlan",
 ];
 
-/// The datapath's tests that depend on the kernel, except for measurements for which an emulated machine is too slow.
+/// The datapath's tests that depend on the kernel.
 const UNIT: &[&str] = &[
     "datapath::tests::clsact",
     "datapath::tests::collector",
@@ -74,6 +74,11 @@ const UNIT: &[&str] = &[
     "datapath::tests::native",
     "datapath::tests::packets",
     "real_maps",
+];
+/// Those that show whether a kernel accepts the programs, maps and hooks.
+const LOADING: &[&str] = &["datapath::tests::clsact", "datapath::tests::load", "real_maps"];
+/// Without measurements for which an emulated machine is too slow.
+const OPTIONS: &[&str] = &[
     "--skip",
     "a_million_idle_flows",
     "--skip",
@@ -92,18 +97,29 @@ const END_TO_END: &[&str] = &[
     "1",
 ];
 
+/// How much a guest runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// What shows that a kernel accepts the programs: for those between the oldest and this machine's, which both run everything.
+    Loading,
+    /// The datapath's tests.
+    Datapath,
+    /// Also some end-to-end tests, which take minutes.
+    EndToEnd,
+}
+
 /// What the guest runs.
 pub struct Binaries<'a> {
-    /// The daemon's unit tests.
+    /// The unit tests of `egress-node`.
     pub unit: &'a Path,
-    /// The end-to-end tests, where one of them is wanted too.
-    pub end_to_end: Option<&'a Path>,
+    /// The end-to-end tests.
+    pub end_to_end: &'a Path,
     /// The folder of the daemon's own binaries.
     pub bin_dir: &'a Path,
 }
 
-/// Runs the datapath's tests under `kernel`. With `bless`, its verifier's counts become the baseline.
-pub fn run(kernel: Kernel, binaries: &Binaries, bless: bool, tally: &mut Tally) -> Result<()> {
+/// Runs tests under `kernel`. With `bless`, its verifier's counts become the baseline.
+pub fn run(kernel: Kernel, binaries: &Binaries, extent: Extent, bless: bool, tally: &mut Tally) -> Result<()> {
     let name = format!("guest with Linux {}", kernel.version());
     let prepared = setup::ensure(setup::Scope::Guests).and_then(|()| kernel.unpacked());
     let kernel_files = match prepared {
@@ -116,7 +132,7 @@ pub fn run(kernel: Kernel, binaries: &Binaries, bless: bool, tally: &mut Tally) 
     let dir = workspace::scratch_dir()?.join(format!("guest-{}", kernel.version()));
     fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let initrd = dir.join("initrd");
-    file_system(&kernel_files, binaries, &dir)?.pack(&initrd)?;
+    file_system(&kernel_files, binaries, extent, &dir)?.pack(&initrd)?;
 
     let how = Run { filter: None, timeout: TIMEOUT, second_try: false };
     libtest::run(&name, qemu(&kernel_files.vmlinux, &initrd), &how, tally)?;
@@ -131,7 +147,7 @@ pub fn run(kernel: Kernel, binaries: &Binaries, bless: bool, tally: &mut Tally) 
     verified::compare(kernel, &text, bless, tally)
 }
 
-fn file_system(kernel: &Unpacked, binaries: &Binaries, scratch: &Path) -> Result<Initramfs> {
+fn file_system(kernel: &Unpacked, binaries: &Binaries, extent: Extent, scratch: &Path) -> Result<Initramfs> {
     let directories = ["dev", "etc", "proc", "root", "run", "sys", "tmp", "var"];
     let archive = Initramfs::new(&scratch.join("root"), &directories)?;
     archive.copy(&setup::find_program("busybox").context("busybox is gone")?, "bin/busybox")?;
@@ -142,14 +158,14 @@ fn file_system(kernel: &Unpacked, binaries: &Binaries, scratch: &Path) -> Result
     }
     let daemon = ["egress-daemon", "egressctl"].map(|name| (binaries.bin_dir.join(name), format!("spillway/{name}")));
     let unit = (binaries.unit.to_owned(), "unit".to_owned());
-    let end_to_end = binaries.end_to_end.map(|path| (path.to_owned(), "e2e".to_owned()));
+    let end_to_end = (extent == Extent::EndToEnd).then(|| (binaries.end_to_end.to_owned(), "e2e".to_owned()));
     for (from, name) in daemon.into_iter().chain([unit]).chain(end_to_end) {
         let small = build::stripped(&from, scratch)?;
         archive.program(&small, &name)?;
         fs::remove_file(&small).with_context(|| format!("cannot remove {}", small.display()))?;
     }
     add_modules(&archive, kernel)?;
-    archive.script("init", &init())?;
+    archive.script("init", &init(extent))?;
     Ok(archive)
 }
 
@@ -177,7 +193,8 @@ fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
 
 /// The first process of the guest. Its output goes to the host. It loads `tun`, since the device file that would do so comes with the
 /// module.
-fn init() -> String {
+fn init(extent: Extent) -> String {
+    let unit = if extent == Extent::Loading { LOADING } else { UNIT };
     format!(
         "#!/bin/sh\n\
          export PATH=/sbin:/usr/sbin:/bin HOME=/root RUST_BACKTRACE=1\n\
@@ -189,11 +206,12 @@ fn init() -> String {
          modprobe tun\n\
          /sbin/ip link set lo up\n\
          cd /tmp\n\
-         /unit {}\nif [ -x /e2e ]; then /e2e {}; fi\n\
+         /unit {} {}\nif [ -x /e2e ]; then /e2e {}; fi\n\
          cat /tmp/skips /tmp/verified\n\
          echo GUEST END\n\
          reboot -f\n",
-        UNIT.join(" "),
+        unit.join(" "),
+        OPTIONS.join(" "),
         END_TO_END.join(" ")
     )
 }

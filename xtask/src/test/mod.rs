@@ -19,7 +19,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use lab::cluster::Kubernetes;
 
-use crate::guest::{self, Kernel};
+use crate::guest::{self, Extent, Kernel};
 use crate::{build, cluster, image, process, setup, workspace};
 use binaries::{Binary, Kind};
 use libtest::Run;
@@ -189,9 +189,7 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut
     if job.tests == [plan::PAGE] {
         command.env("SPILLWAY_PAGE", workspace::root().join("docs/page.png"));
     }
-    if let Some((name, value)) = job.mode.map(plan::TestMode::variable) {
-        command.env(name, value);
-    }
+    command.envs(job.mode.into_iter().flat_map(plan::TestMode::variables));
     let how = Run {
         filter: job.tests.first().copied(),
         timeout: if lab { LAB_TIMEOUT } else { UNIT_TIMEOUT },
@@ -214,19 +212,23 @@ fn find<'a>(binaries: &'a [Binary], name: &str) -> Result<&'a Binary> {
     binaries.iter().find(|binary| binary.name == name).with_context(|| format!("cargo builds no test binary {name}"))
 }
 
-/// Runs the datapath's tests under other kernels, and one end-to-end test where `whole` is wanted: that one takes minutes.
+/// Runs tests under other kernels; more of them where a kernel was asked for.
 fn guests(
     kernels: &[Kernel],
-    whole: bool,
+    asked: bool,
     binaries: &[Binary],
     bin_dir: &Path,
     bless: bool,
     tally: &mut Tally,
 ) -> Result<()> {
-    let unit = find(binaries, "egress-daemon")?.path();
-    let end_to_end = whole.then(|| find(binaries, "tests/spillway").map(Binary::path)).transpose()?;
+    let (unit, end_to_end) = (find(binaries, "egress-node")?.path(), find(binaries, "tests/spillway")?.path());
     for kernel in kernels {
-        guest::run(*kernel, &guest::Binaries { unit, end_to_end, bin_dir }, bless, tally)?;
+        let extent = match kernel {
+            _ if asked => Extent::EndToEnd,
+            Kernel::V6_1 => Extent::Datapath,
+            _ => Extent::Loading,
+        };
+        guest::run(*kernel, &guest::Binaries { unit, end_to_end, bin_dir }, extent, bless, tally)?;
     }
     Ok(())
 }
