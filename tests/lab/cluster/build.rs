@@ -147,13 +147,15 @@ impl Component {
     /// which may be removed afterwards.
     pub fn build(&self, version: &str, sources: &Path, binaries: &Path, cache: &Path) -> Command {
         let mut command = Command::new("go");
-        // flannel's oldest backend is in C, used or not.
+        // flannel's oldest backend is in C, used or not. With these tags, what it shares with the others is compiled once all the same.
         let c = if self.folder == "flannel" { "1" } else { "0" };
         command.current_dir(sources.join(self.folder)).env("CGO_ENABLED", c);
+        // The compiler collects garbage a sixth of its time by default.
+        command.env("GOGC", "400");
         // Without -modcacherw, modules are read-only, and only root can remove them.
         command.env("GOFLAGS", "-mod=readonly -modcacherw");
         command.env("GOCACHE", cache.join("objects")).env("GOMODCACHE", cache.join("modules"));
-        command.arg("build").arg("-o").arg(format!("{}/", binaries.display()));
+        command.args(["build", "-tags", "netgo,osusergo", "-o"]).arg(format!("{}/", binaries.display()));
         // One setting of -trimpath for everything, or Go's cache would keep two of each.
         let version = format!("-s -w -X k8s.io/component-base/version.gitVersion={version}");
         command.args(["-trimpath", "-ldflags", &version, "-modfile", &format!("{}.mod", self.modules)]);
