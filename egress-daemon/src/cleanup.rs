@@ -3,15 +3,17 @@
 
 use crate::{
     ctl::inventory::{self, Inventory},
+    lock::{LockError, RunFiles},
+};
+use anyhow::{Context as _, Result, bail};
+use aya::programs::loaded_programs;
+use egress_node::{
     datapath::{
         Pins,
         attach::{self, Mode},
     },
     host::{cleanup as host, netlink::Netlink, sysctl::Sysctls},
-    lock::{LockError, RunFiles},
 };
-use anyhow::{Context as _, Result, bail};
-use aya::programs::loaded_programs;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt, fs, io,

@@ -1,7 +1,7 @@
 //! Tests of the cleanup: what it reports and leaves alone, and on a real kernel that nothing remains.
 
 use super::*;
-use crate::datapath::{
+use egress_node::datapath::{
     attach::{Attacher, Hook, Mode},
     load::{Programs, Sizes},
 };

@@ -6,12 +6,13 @@
 mod read;
 mod values;
 
-use crate::{flowlog::FlowLog, host::tunnel, store::Kind};
+use crate::{flowlog::FlowLog, store::Kind};
 use egress_common::{abi, limits};
 use egress_core::{
     model::Transport,
     network::{classify::NamePattern, xdp::Xdp},
 };
+use egress_node::host::tunnel;
 use ipnet::IpNet;
 use std::{collections::BTreeSet, fmt, fs, io, net::SocketAddr, path::Path, time::Duration};
 

@@ -7,7 +7,6 @@ use egress_daemon::{
     agent::{self, Agent, AgentSettings, trace::Tracer},
     config::Config,
     controller::{self, ControllerConfig, ControllerReport},
-    datapath::{Pins, load::Programs},
     flowlog::{
         Counts, LogWriter, Mode,
         export::{Exporters, Uploads},
@@ -22,6 +21,7 @@ use egress_daemon::{
     serve::cluster,
     store::Store,
 };
+use egress_node::datapath::{Pins, load::Programs};
 use futures::FutureExt;
 use std::{
     net::{IpAddr, SocketAddr},

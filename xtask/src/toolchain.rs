@@ -1,6 +1,6 @@
 //! Finds what compiles the eBPF programs: a Rust toolchain with the standard library's sources, and bpf-linker.
 //!
-//! `egress-daemon/build.rs` and `cargo xtask setup` both include this file, so that set-up installs exactly what the build
+//! `egress-node/build.rs` and `cargo xtask setup` both include this file, so that set-up installs exactly what the build
 //! looks for. It knows std only, installs nothing, and decides by what is on the disk.
 
 use std::collections::BTreeSet;

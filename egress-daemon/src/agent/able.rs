@@ -1,12 +1,12 @@
 //! Keeps this node marked as able to carry egress IPs until an agent can decide it.
 
-use crate::datapath::{
+use egress_common::egress::deadline;
+use egress_core::agent::heartbeat;
+use egress_node::datapath::{
     Pins,
     maps::{Maps, MapsError},
     monotonic_ns,
 };
-use egress_common::egress::deadline;
-use egress_core::agent::heartbeat;
 use std::{future::Future, time::Duration};
 
 /// Waits for what an agent needs before it can decide anything. Meanwhile the programs continue as an earlier agent left them: if it marked

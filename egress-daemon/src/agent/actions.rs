@@ -1,7 +1,18 @@
 //! Carrying out what the machine wants done.
 
 use super::{Agent, AgentSettings, hooks::Wanted, status, tell};
-use crate::{
+use crate::store::{
+    Key,
+    lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
+};
+use egress_common::{net, port_block, verdict::Counter};
+use egress_core::{
+    agent::{facts::Facts, machine::Action},
+    encode::{NodeView, tables::Tables},
+    model::{Bandwidth, Transport},
+    network::classify::{InterfaceRules, classify, outside},
+};
+use egress_node::{
     datapath::monotonic_ns,
     host::{
         firewall::{FirewallError, Spec},
@@ -10,17 +21,6 @@ use crate::{
         shaper::Rate,
         sysctl, tunnel,
     },
-    store::{
-        Key,
-        lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease},
-    },
-};
-use egress_common::{net, port_block, verdict::Counter};
-use egress_core::{
-    agent::{facts::Facts, machine::Action},
-    encode::{NodeView, tables::Tables},
-    model::{Bandwidth, Transport},
-    network::classify::{InterfaceRules, classify, outside},
 };
 use egress_objects::api::{EgressNode, ProgrammedPolicy};
 use ipnet::IpNet;

@@ -1,7 +1,6 @@
 //! Counts flows and the ports that they use, in the background: the tables may hold a million flows.
 
 use super::{Agent, tell};
-use crate::datapath::maps::{Maps, MapsError};
 use egress_common::{
     flow::{Flow, kind},
     net,
@@ -10,6 +9,7 @@ use egress_core::agent::{
     machine::Counted,
     ports::{Growth, Ports, Used},
 };
+use egress_node::datapath::maps::{Maps, MapsError};
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 
 /// The CPU time of this thread.

@@ -5,16 +5,16 @@ use super::{
     native::{self, Natives},
     trace::{self, Change},
 };
-use crate::datapath::{
-    attach::{AttachError, Attacher, Hook, Mode},
-    load::NATIVE,
-    native::Devices,
-    strangers::Lookout,
-};
 use egress_core::network::{
     classify::{InterfaceRules, Roles, classify},
     links::LinkTable,
     xdp::Xdp,
+};
+use egress_node::datapath::{
+    attach::{AttachError, Attacher, Hook, Mode},
+    load::NATIVE,
+    native::Devices,
+    strangers::Lookout,
 };
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,15 +1,15 @@
 //! A gateway's program at drivers: the interfaces that have it, and why others do not.
 
-use crate::datapath::{
-    attach::{Attacher, Hook},
-    drivers,
-    load::NATIVE,
-    native::{self, Devices},
-};
 use egress_common::egress::VlanSide;
 use egress_core::network::{
     links::{Link, LinkTable},
     xdp::{Driver, Why, Xdp, act, cards, place, vlans},
+};
+use egress_node::datapath::{
+    attach::{Attacher, Hook},
+    drivers,
+    load::NATIVE,
+    native::{self, Devices},
 };
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -5,6 +5,22 @@ use super::{
     trace::Change,
 };
 use crate::{
+    observe::state::AgentState,
+    store::{
+        Changes, Store, StoreError,
+        lease::{LeaseKeeper, LeaseState},
+    },
+};
+use anyhow::Context as _;
+use egress_core::{
+    agent::{
+        facts::Facts,
+        machine::{Left, Machine},
+    },
+    encode::{Encoder, NodeView},
+    model::NodeName,
+};
+use egress_node::{
     datapath::{
         Pins,
         answers::Answers,
@@ -26,20 +42,6 @@ use crate::{
         sysctl::Sysctls,
         tunnel,
     },
-    observe::state::AgentState,
-    store::{
-        Changes, Store, StoreError,
-        lease::{LeaseKeeper, LeaseState},
-    },
-};
-use anyhow::Context as _;
-use egress_core::{
-    agent::{
-        facts::Facts,
-        machine::{Left, Machine},
-    },
-    encode::{Encoder, NodeView},
-    model::NodeName,
 };
 use futures::FutureExt as _;
 use std::{

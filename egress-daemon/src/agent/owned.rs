@@ -1,10 +1,10 @@
 //! The egress IPs that this node answers for: announces them, and defends them against others' claims.
 
-use crate::host::{
+use egress_core::network::{EgressLink, links::LinkTable, schedule::Schedule};
+use egress_node::host::{
     announce::{Announcer, ClaimListener, is_rival},
     groups::{self, Groups},
 };
-use egress_core::network::{EgressLink, links::LinkTable, schedule::Schedule};
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
     io,

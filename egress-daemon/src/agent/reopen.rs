@@ -6,13 +6,6 @@
 //! directions are likely to work: nodes detect a dead gateway at most one probe interval apart.
 
 use super::Agent;
-use crate::{
-    datapath::{
-        maps::{FamilyMaps, Maps, MapsError},
-        monotonic_ns,
-    },
-    host::{frames, packet::PacketSocket},
-};
 use aya::Pod;
 use egress_common::{
     abi::TICK_SHIFT,
@@ -21,6 +14,13 @@ use egress_common::{
     net, tcp,
 };
 use egress_core::{encode::transport::mac_bytes, network::MacAddress};
+use egress_node::{
+    datapath::{
+        maps::{FamilyMaps, Maps, MapsError},
+        monotonic_ns,
+    },
+    host::{frames, packet::PacketSocket},
+};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},

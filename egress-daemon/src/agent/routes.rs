@@ -1,10 +1,10 @@
 //! The routes to other nodes.
 
-use crate::host::{
+use egress_core::network::{Route, links::LinkTable};
+use egress_node::host::{
     netlink::Netlink,
     route::{self, Secured},
 };
-use egress_core::network::{Route, links::LinkTable};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,

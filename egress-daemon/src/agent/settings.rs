@@ -2,15 +2,17 @@
 
 use crate::{
     config::{Announce, Config, Firewall},
-    datapath::{attach, load::Sizes},
     flowlog::Mode,
-    host::tunnel::{self, TunnelSpec},
 };
 use egress_common::{abi::ticks, config as record, limits};
 use egress_core::{
     agent::{facts::Facts, machine},
     health::ProbeTimes,
     network::{classify::InterfaceRules, xdp::Xdp},
+};
+use egress_node::{
+    datapath::{attach, load::Sizes},
+    host::tunnel::{self, TunnelSpec},
 };
 use ipnet::IpNet;
 use std::{net::IpAddr, time::Duration};

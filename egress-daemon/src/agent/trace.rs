@@ -1,11 +1,5 @@
 //! `egressctl trace`: the programs of a trace replace the usual ones while somebody reads their events.
 
-use crate::datapath::{
-    Pins,
-    attach::Attacher,
-    load::{Programs, Sizes},
-    trace::Lines,
-};
 use axum::{
     Router,
     body::Body,
@@ -15,6 +9,12 @@ use axum::{
     routing::get,
 };
 use egress_common::{net, trace::TraceFilter};
+use egress_node::datapath::{
+    Pins,
+    attach::Attacher,
+    load::{Programs, Sizes},
+    trace::Lines,
+};
 use futures::{StreamExt as _, stream};
 use serde::{Deserialize, Serialize};
 use std::{

@@ -1,8 +1,12 @@
 //! Gathers the facts of the node and decides nothing. Reports what cannot be read.
 
-use crate::{
-    config::Config,
-    ctl::inventory,
+use crate::{config::Config, ctl::inventory, lock::RunFiles, observe::admin};
+use egress_core::network::{
+    classify::{InterfaceRules, Roles, classify},
+    links::LinkTable,
+    xdp::{Driver, cards},
+};
+use egress_node::{
     datapath::{
         Pins,
         attach::{self, Mode},
@@ -15,13 +19,6 @@ use crate::{
         ports::parse_sockets,
         sysctl, tunnel,
     },
-    lock::RunFiles,
-    observe::admin,
-};
-use egress_core::network::{
-    classify::{InterfaceRules, Roles, classify},
-    links::LinkTable,
-    xdp::{Driver, cards},
 };
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,14 +1,12 @@
 //! What the facts mean for an agent. Pure.
 
 use super::{CheckLine, CheckStatus, facts::HostFacts};
-use crate::{
-    config::{Config, Firewall},
-    datapath::strangers::Stranger,
-};
+use crate::config::{Config, Firewall};
 use egress_core::network::{
     links::Link,
     xdp::{self, Xdp},
 };
+use egress_node::datapath::strangers::Stranger;
 
 /// `bpf_loop`, which the programs use, came with this kernel.
 const POSSIBLE: (u32, u32) = (5, 17);
@@ -333,7 +331,6 @@ fn networks(facts: &HostFacts) -> Vec<CheckLine> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::datapath::strangers::How;
     use egress_core::{
         network::{
             classify::Roles,
@@ -342,6 +339,7 @@ mod tests {
         },
         testing::link,
     };
+    use egress_node::datapath::strangers::How;
     use std::{collections::BTreeMap, path::PathBuf};
 
     fn good() -> HostFacts {

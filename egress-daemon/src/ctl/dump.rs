@@ -1,12 +1,6 @@
 //! What the pinned maps hold, read once, with the look-ups that views and `explain` share. Reading is here; the rest is
 //! pure.
 
-use crate::datapath::{
-    Pins,
-    maps::{FamilyMaps, Maps, MapsError},
-    monotonic_ns,
-    write::MapWriter,
-};
 use aya::Pod;
 use egress_common::{
     V4, V6,
@@ -19,6 +13,12 @@ use egress_common::{
     verdict::Counter,
 };
 use egress_core::encode::{name_text, tables::Tables};
+use egress_node::datapath::{
+    Pins,
+    maps::{FamilyMaps, Maps, MapsError},
+    monotonic_ns,
+    write::MapWriter,
+};
 use ipnet::IpNet;
 use std::{collections::BTreeMap, net::IpAddr};
 

@@ -4,22 +4,22 @@
 //! A program is an agent's if it uses one of the maps that are pinned in the agent's directory, so that several agents
 //! can share a kernel.
 
-use crate::{
-    datapath::Pins,
-    host::{
-        cleanup::{self, Artifact},
-        netlink::Netlink,
-        shaper,
-        sysctl::Sysctls,
-    },
-    lock::RunFiles,
-};
+use crate::lock::RunFiles;
 use anyhow::{Context as _, Result};
 use aya::{
     maps::MapInfo,
     programs::{
         links::{FdLink, PinnedLink},
         loaded_programs,
+    },
+};
+use egress_node::{
+    datapath::Pins,
+    host::{
+        cleanup::{self, Artifact},
+        netlink::Netlink,
+        shaper,
+        sysctl::Sysctls,
     },
 };
 use futures::TryStreamExt;
@@ -289,7 +289,7 @@ fn links(pins: &[PathBuf], names: &BTreeMap<u32, String>) -> Vec<(u32, Attachmen
 }
 
 fn direction(program: &str) -> &'static str {
-    match crate::datapath::attach::direction(program) {
+    match egress_node::datapath::attach::direction(program) {
         aya::programs::TcAttachType::Egress => "egress",
         _ => "ingress",
     }

@@ -5,6 +5,8 @@
 pub mod diff;
 pub mod dump;
 pub mod explain;
+#[cfg(test)]
+mod garbage;
 pub mod inventory;
 pub mod print;
 pub mod state;
@@ -14,16 +16,13 @@ pub mod whois;
 
 pub use print::Output;
 
-use crate::{
-    datapath::Pins,
-    host::firewall,
-    observe::{
-        admin::{self, AskError},
-        state::AgentState,
-    },
+use crate::observe::{
+    admin::{self, AskError},
+    state::AgentState,
 };
 use anyhow::{Context as _, Result, bail};
 use dump::Dump;
+use egress_node::{datapath::Pins, host::firewall};
 use explain::Question;
 use print::print;
 use std::path::PathBuf;

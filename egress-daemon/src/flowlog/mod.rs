@@ -9,6 +9,8 @@ pub mod export;
 mod files;
 pub mod flows;
 mod journal;
+#[cfg(test)]
+mod programs;
 mod segment;
 #[cfg(test)]
 mod tests;

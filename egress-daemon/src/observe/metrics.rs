@@ -12,9 +12,7 @@ use super::{
 use crate::{
     controller::ControllerReport,
     ctl::inventory,
-    datapath::{Pins, maps::Maps},
     flowlog::{Counts, export::Sent},
-    host::firewall,
     store::{WriteCounts, WriteResult},
 };
 use axum::{
@@ -22,6 +20,10 @@ use axum::{
 };
 use egress_common::port_block;
 use egress_core::agent::takeovers;
+use egress_node::{
+    datapath::{Pins, maps::Maps},
+    host::firewall,
+};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, text},

@@ -1,12 +1,12 @@
 //! Tests of the metrics.
 
 use super::*;
-use crate::{
-    datapath::testing::{Rig, scene},
-    host::testing::in_netns,
-    observe::state::{AgentState, ConditionState, EgressIpState, GatewayState, NodeState, TakeOverLengths},
-};
+use crate::observe::state::{AgentState, ConditionState, EgressIpState, GatewayState, NodeState, TakeOverLengths};
 use egress_common::verdict::Counter;
+use egress_node::{
+    datapath::testing::rig::{Rig, scene},
+    host::testing::in_netns,
+};
 use std::{
     collections::BTreeSet,
     io::Write as _,

@@ -4,13 +4,13 @@
 //! restart.
 
 use super::family::{Family, Labels, counter, gauge};
-use crate::datapath::maps::{Maps, MapsError};
 use egress_common::{
     abi::{NameKey, name_kind},
     net,
     traffic::{AccountKey, OTHER, REFUSALS, REFUSED, Traffic},
 };
 use egress_core::encode::name_text;
+use egress_node::datapath::maps::{Maps, MapsError};
 use std::{collections::BTreeMap, net::IpAddr};
 
 /// The label of everything without an account of its own: no policy, namespace or address has such a name.

@@ -12,7 +12,6 @@ use super::dump::Dump;
 use super::views::{FlowFilter, FlowRow, FlowsView, TRANSLATED, ViewSources, flows, protocol};
 use crate::config::{Config, Foreign};
 use crate::controller::objects;
-use crate::datapath::Pins;
 use crate::store::{Files, Kind, Kubernetes, ObjectRef, Reader, Store, parse};
 use anyhow::{Context as _, Result, bail};
 use egress_core::{
@@ -20,6 +19,7 @@ use egress_core::{
     model::{EndpointId, Snapshot},
     plan::preview::{LiveFlow, Side, preview, settled},
 };
+use egress_node::datapath::Pins;
 use egress_objects::snapshot::{ApiObjects, previous, snapshot};
 use egress_objects::translate::Problem;
 use k8s_openapi::api::coordination::v1::Lease;

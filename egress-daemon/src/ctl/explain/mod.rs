@@ -1,6 +1,8 @@
 //! `egressctl explain`: why a flow goes where it goes. Walks through the decisions of the programs (`pod_egress` in
 //! egress-ebpf: `steer`, `classify`, `ports`) with the contents of the maps, and describes each in a sentence. Pure.
 
+#[cfg(test)]
+mod programs;
 mod question;
 mod slots;
 #[cfg(test)]

@@ -15,10 +15,10 @@ use super::{
 };
 use crate::{
     agent::trace::{HEARTBEAT, SEEN, TraceQuery},
-    datapath::Pins,
     observe::admin,
 };
 use anyhow::{Context as _, Result, bail};
+use egress_node::datapath::Pins;
 use k8s_openapi::jiff::Timestamp;
 use packets::{Names, Packets};
 use std::{

@@ -1,14 +1,12 @@
 //! From the lines of the programs to packets with names. Pure.
 
-use crate::{
-    ctl::{dump::Dump, print::Printable},
-    datapath::maps::MapsError,
-};
+use crate::ctl::{dump::Dump, print::Printable};
 use egress_common::{
     tcp,
     trace::{FRAME, VERDICT, hook},
     verdict::{Counter, purpose},
 };
+use egress_node::datapath::maps::MapsError;
 use k8s_openapi::jiff::Timestamp;
 use serde::Serialize;
 use std::collections::BTreeMap;

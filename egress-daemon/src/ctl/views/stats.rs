@@ -1,10 +1,8 @@
 //! `egressctl stats`.
 
 use super::ViewSources;
-use crate::{
-    ctl::print::{Printable, Row, table},
-    host::firewall::Dropped,
-};
+use crate::ctl::print::{Printable, Row, table};
+use egress_node::host::firewall::Dropped;
 use serde::Serialize;
 
 /// All counters: those of the programs since the maps were made, those of the rules since the nftables table was.

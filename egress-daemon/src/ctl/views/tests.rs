@@ -252,7 +252,7 @@ fn blocks_show_what_is_leased_and_used() {
 #[test]
 fn counters_are_grouped() {
     let dump = dump();
-    let rules = [crate::host::firewall::Dropped { name: "drop_not_seen", help: "by a rule", packets: 7 }];
+    let rules = [egress_node::host::firewall::Dropped { name: "drop_not_seen", help: "by a rule", packets: 7 }];
     let view = stats(maps_only(&dump), &rules);
     assert_eq!(view.items.len(), egress_common::verdict::Counter::ALL.len() + 1);
     assert!(view.items.iter().any(|row| (row.name.as_str(), row.value, row.dropped) == ("drop_not_seen", 7, true)));

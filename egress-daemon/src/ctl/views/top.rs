@@ -1,14 +1,12 @@
 //! `egressctl top`.
 
 use super::flows::protocol;
-use crate::{
-    ctl::{
-        dump::{Dump, FlowEntry},
-        print::{Printable, Row, or_dash, table},
-    },
-    host::firewall::Dropped,
+use crate::ctl::{
+    dump::{Dump, FlowEntry},
+    print::{Printable, Row, or_dash, table},
 };
 use clap::ValueEnum;
+use egress_node::host::firewall::Dropped;
 use serde::Serialize;
 use std::{cmp::Reverse, collections::BTreeMap, fmt, net::SocketAddr};
 

@@ -12,10 +12,10 @@ pub use view::WhoisView;
 use view::whois;
 
 use super::dump::{Dump, FlowEntry};
-use crate::datapath::Pins;
 use crate::flowlog::{self, Instant};
 use anyhow::{Result, bail};
 use egress_core::leaselog::{LeaseAnswer, LeaseEvent, LeaseQuestion, LeaseRecord, answer};
+use egress_node::datapath::Pins;
 use flowlog::flows::{self, Likely};
 use logs::Logs;
 use std::net::{IpAddr, SocketAddr};

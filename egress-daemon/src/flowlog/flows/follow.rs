@@ -2,12 +2,6 @@
 
 use super::interpret::{Event, Interpreter, Lookup, Numbered};
 use super::{Line, MAX_BYTES, line};
-use crate::datapath::{
-    Pins,
-    load::EVENTS,
-    maps::{Maps, MapsError},
-    monotonic_ns,
-};
 use crate::flowlog::export::{Exporters, Flow, Record};
 use crate::flowlog::files::{JOURNAL, Log, LogError, of_kind};
 use crate::flowlog::worker::Worker;
@@ -20,6 +14,12 @@ use egress_common::{
     verdict::Counter,
 };
 use egress_core::encode::name_text;
+use egress_node::datapath::{
+    Pins,
+    load::EVENTS,
+    maps::{Maps, MapsError},
+    monotonic_ns,
+};
 use std::fs;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};

@@ -4,7 +4,6 @@ use super::follow::{Source, Watch};
 use super::interpret::{Event, Lookup, Numbered};
 use super::merge::Journal;
 use super::*;
-use crate::datapath::Pins;
 use crate::flowlog::{Counts, FlowLog, Mode, export::Exporters};
 use egress_common::{
     V4,
@@ -14,6 +13,7 @@ use egress_common::{
     net,
 };
 use egress_core::leaselog::LeaseQuestion;
+use egress_node::datapath::Pins;
 use proptest::prelude::*;
 use std::cell::RefCell;
 use std::fs;

@@ -1,4 +1,5 @@
 //! For tests: examples of links, and tests that run in network namespaces of their own.
+#![allow(missing_docs, clippy::unwrap_used, reason = "only tests use it")]
 
 use std::fs::{File, OpenOptions};
 use std::future::Future;
@@ -61,7 +62,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 pub struct NetNs(File);
 
 impl NetNs {
-    pub fn new() -> NetNs {
+    pub fn create() -> NetNs {
         let make = || {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
             File::open("/proc/thread-self/ns/net").unwrap()

@@ -44,7 +44,7 @@ fn hooks(wanted: &[Hook]) -> BTreeMap<Hook, String> {
 
 /// A pod's interface named `pod`: the namespace of its other end, and its index.
 async fn pod() -> (NetNs, u32) {
-    let (net, other) = (Net::here(), NetNs::new());
+    let (net, other) = (Net::here(), NetNs::create());
     net.veth_into("pod", &other, "eth0").await;
     let index = net.index("pod").await;
     (other, index)

@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn a_neighbour_with_a_stale_entry_learns_the_new_owner() {
         in_netns("a_neighbour_with_a_stale_entry_learns_the_new_owner", async || {
-            let (net, server) = (Net::here(), NetNs::new());
+            let (net, server) = (Net::here(), NetNs::create());
             net.veth_into("eth0", &server, "far").await;
             let old_owner = MacAddress([2, 0, 0, 0, 0, 0xee]);
             server.run(|| async {
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn both_forms_of_gratuitous_arp_arrive_as_they_were_built() {
         in_netns("both_forms_of_gratuitous_arp_arrive_as_they_were_built", async || {
-            let (net, server) = (Net::here(), NetNs::new());
+            let (net, server) = (Net::here(), NetNs::create());
             net.veth_into("eth0", &server, "far").await;
             let (interface, mac) = (net.index("eth0").await, net.mac("eth0").await);
             let (opened, wait) = mpsc::channel();
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn another_owners_announcements_are_heard_and_other_traffic_is_not() {
         in_netns("another_owners_announcements_are_heard_and_other_traffic_is_not", async || {
-            let (net, rival) = (Net::here(), NetNs::new());
+            let (net, rival) = (Net::here(), NetNs::create());
             net.veth_into("eth0", &rival, "far").await;
             let interface = net.index("eth0").await;
             let listener = ClaimListener::open(interface).unwrap();
@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn the_filter_passes_advertisements_only() {
         in_netns("the_filter_passes_advertisements_only", async || {
-            let (net, rival) = (Net::here(), NetNs::new());
+            let (net, rival) = (Net::here(), NetNs::create());
             net.veth_into("eth0", &rival, "far").await;
             let socket =
                 PacketSocket::receiving(EtherType::IPV6.0, net.index("eth0").await, &ADVERTISEMENTS_ONLY).unwrap();

@@ -78,7 +78,7 @@ struct GatewayFixture {
 /// Makes this namespace a gateway, with [`view`] in its maps and the programs at a real tunnel device and a pod's interface.
 async fn gateway(rig: &mut Rig) -> GatewayFixture {
     let net = Net::here();
-    let other = NetNs::new();
+    let other = NetNs::create();
     net.veth_into("eth0", &other, "there").await;
     net.veth("pod", "inside").await;
     net.up("pod").await;

@@ -1,19 +1,21 @@
 //! What the programs report for the flow log.
 
 use super::{
-    BpfDir,
-    frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
-    rig::*,
-    scenes,
-};
-use crate::datapath::load::{Programs, Sizes};
-use crate::flowlog::{
     Counts, FlowLog, Mode,
     export::Exporters,
     flows::{self, Found, Wanted},
 };
 use egress_common::{limits, verdict::Counter};
 use egress_core::encode::NodeView;
+use egress_node::datapath::{
+    load::{Programs, Sizes},
+    testing::{
+        BpfDir,
+        frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+        rig::*,
+        scenes,
+    },
+};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::{Arc, atomic::Ordering};

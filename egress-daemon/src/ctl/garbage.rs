@@ -1,25 +1,22 @@
 //! Pinned maps of the right shape with arbitrary bytes, as a stranger, a bug or another version could leave them: the agent,
 //! `egressctl` and the programs do not panic, and the agent repairs what it writes.
 
-use super::{
-    BpfDir,
-    collector::{BPF_MAP_UPDATE_ELEM, bpf},
-    frames::{TCP, UDP, ip, seal, tcp, udp},
-    rig::*,
-};
-use crate::{
-    ctl::{self, Command, NodeAccess, Output, explain::Question},
-    datapath::{
-        load::{Programs, Sizes},
-        maps::Maps,
-        write::MapWriter,
-    },
-};
+use super::{self as ctl, Command, NodeAccess, Output, explain::Question};
 use aya::{
     maps::{MapData, MapInfo, MapType},
     programs::{TestRun as _, TestRunOptions},
 };
 use egress_core::encode::Encoder;
+use egress_node::datapath::{
+    load::{Programs, Sizes},
+    maps::Maps,
+    testing::{
+        BPF_MAP_UPDATE_ELEM, BpfDir, bpf,
+        frames::{TCP, UDP, ip, seal, tcp, udp},
+        rig::*,
+    },
+    write::MapWriter,
+};
 use std::{
     fs,
     os::fd::{AsFd as _, AsRawFd as _},

@@ -1,23 +1,20 @@
 //! Compares what `egressctl explain` says of a packet with what the loaded programs then do with it: arbitrary tables, random
 //! packets.
 
-use super::{
-    frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
-    moves::Random,
-    rig::*,
-    scenes,
-    tables::FlowTables,
-};
-use crate::{
-    ctl::{
-        dump::Dump,
-        explain::{PacketAction, Protocol, Question, explain},
-        views::ViewSources,
-    },
-    datapath::load::Sizes,
-};
+use super::{PacketAction, Protocol, Question, explain};
+use crate::ctl::{dump::Dump, views::ViewSources};
 use egress_common::verdict::Counter;
 use egress_core::encode::NodeView;
+use egress_node::datapath::{
+    load::Sizes,
+    testing::{
+        Random,
+        frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
+        rig::*,
+        scenes,
+        tables::FlowTables,
+    },
+};
 use proptest::{
     prelude::*,
     test_runner::{Config, TestCaseError, TestRunner},

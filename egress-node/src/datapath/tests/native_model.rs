@@ -2,8 +2,8 @@
 //! The driver sends what the reference forwards, with the bytes that the program at TC sends, and nothing else.
 
 use super::{
+    Random,
     frames::{TCP, UDP, fragment, ip, seal, tagged, tcp, udp, wrapped},
-    moves::Random,
     native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, from_node, gateway},
     native_devices::{CARD, OUT, UNDER, untagged, write},
     native_vlan::{PRIORITY, VLAN, assert_as_at_tc, know_next_hops, put_into_subnets},

@@ -23,8 +23,8 @@ pub mod shaper;
 pub mod sysctl;
 pub mod tunnel;
 
-#[cfg(test)]
-pub(crate) mod testing;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 
 use std::fmt;
 

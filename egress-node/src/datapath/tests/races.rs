@@ -2,10 +2,11 @@
 //! order is checked. Then the reference NAT takes over what the tables have.
 
 use super::{
+    Random,
     datagrams::Part,
     frames::read,
     model::{NatFixture, QUESTION, Ran, Shot},
-    moves::{BLOCK, Random, owner, tuple},
+    moves::{BLOCK, owner, tuple},
     nat::{ACK, FIN, Nat, Outcome, RST, Reply, SYN, TCP, Tuple},
     pieces::DATA,
     rig::{cpus, run_on},

@@ -283,8 +283,8 @@ impl Programs {
     }
 
     /// The same, but no program is loaded before it is asked for.
-    #[cfg(test)]
-    pub(super) fn load_lazily(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
+    #[cfg(any(test, feature = "testing"))]
+    pub fn load_lazily(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         Self::open(OBJECT, pins, sizes)?.begin(pins)
     }
 

@@ -19,11 +19,10 @@ mod tcx;
 pub mod trace;
 pub mod write;
 
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 #[cfg(test)]
 mod tests;
-/// Lets tests of other modules run the programs.
-#[cfg(test)]
-pub(crate) use tests::testing;
 
 use nix::time::{ClockId, clock_gettime};
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! An upgrade to programs with longer records: those of a next version, which the test builds.
 
 use super::{
-    collector::bpf,
+    bpf,
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
     rig::*,
 };

@@ -69,7 +69,7 @@ fn a_vlan_device_is_read_with_its_vlan_and_the_link_below() {
 fn a_pod_interface_is_reported_when_its_peer_moves_away() {
     in_netns("a_pod_interface_is_reported_when_its_peer_moves_away", async || {
         let (_links, mut table) = follow().await;
-        let (net, pod) = (Net::here(), NetNs::new());
+        let (net, pod) = (Net::here(), NetNs::create());
         net.bridge("cni0").await;
         net.veth("veth1", "eth0").await;
         net.enslave("veth1", "cni0").await;

@@ -1,6 +1,7 @@
 //! The events of the model: the random steps of an episode, and the possible tables.
 
 use super::{
+    Random,
     datagrams::Part,
     frames::{ICMP, ICMPV6, TCP, UDP},
     nat::{ACK, FIN, RST, SYN, Tuple},
@@ -24,22 +25,6 @@ pub const SERVER_PORTS: [u16; 2] = [443, 53];
 /// Ports of a pod: those of two pods do not fit into the block of one egress IP.
 pub const PORTS: u16 = 40;
 pub const BLOCK: u16 = 3;
-
-/// Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (2014).
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ z >> 31) % n as u64) as usize
-    }
-
-    pub fn of<T: Copy>(&mut self, all: &[T]) -> T {
-        all[self.below(all.len())]
-    }
-}
 
 #[derive(Clone, Debug)]
 pub enum Op {

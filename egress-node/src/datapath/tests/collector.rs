@@ -1,6 +1,6 @@
 //! The garbage collector of idle flows, in the kernel, over real tables.
 
-use super::{BpfDir, rig::now_tick, scenes};
+use super::{BPF_MAP_UPDATE_ELEM, BpfDir, bpf, rig::now_tick, scenes};
 use crate::datapath::{
     load::{Programs, Sizes},
     maps::Maps,
@@ -15,25 +15,15 @@ use egress_common::{
     verdict::Counter,
 };
 use std::{
-    io,
     net::IpAddr,
     os::fd::{AsFd as _, AsRawFd as _},
     time::{Duration, Instant},
 };
 
 const BPF_MAP_LOOKUP_ELEM: i64 = 1;
-pub(super) const BPF_MAP_UPDATE_ELEM: i64 = 2;
 const BPF_MAP_UPDATE_BATCH: i64 = 26;
 /// Index of the one egress IP, and its address.
 const EGRESS: u32 = 1;
-
-/// Calls `bpf(2)`; `words` are the attributes from their beginning.
-pub(super) fn bpf(command: i64, words: &[u64]) -> io::Result<()> {
-    let mut attr = [0u64; 16];
-    attr[..words.len()].copy_from_slice(words);
-    // SAFETY: callers pass pointers to what the command wants.
-    unsafe { crate::datapath::syscall::bpf(command, &mut attr) }
-}
 
 struct Raw(MapData);
 

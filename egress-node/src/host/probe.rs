@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn a_device_that_is_down_refuses_and_recovers() {
         in_netns("a_device_that_is_down_refuses_and_recovers", async || {
-            let (net, other) = (Net::here(), NetNs::new());
+            let (net, other) = (Net::here(), NetNs::create());
             net.veth_into("tunnel", &other, "far").await;
             let probes = ProbeSocket::open(net.index("tunnel").await).unwrap();
             net.down("tunnel").await;

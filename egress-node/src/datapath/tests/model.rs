@@ -6,9 +6,10 @@
 //! those from `S` on.
 
 use super::{
+    Random,
     datagrams::Datagrams,
     frames::{TCP, UDP, read},
-    moves::{BLOCK, EGRESS, NOBODYS, Op, PODS, Random, SERVERS, op, owner, view, views},
+    moves::{BLOCK, EGRESS, NOBODYS, Op, PODS, SERVERS, op, owner, view, views},
     nat::{ACK, How, Nat, Outcome, Reply, SYN, Tuple},
     pieces::Wire,
     races::at_once,

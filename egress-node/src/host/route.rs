@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn the_route_to_an_address_follows_the_routing_table() {
         in_netns("the_route_to_an_address_follows_the_routing_table", async || {
-            let (net, other) = (Net::here(), NetNs::new());
+            let (net, other) = (Net::here(), NetNs::create());
             net.veth_into("eth0", &other, "far").await;
             net.address("eth0", "10.0.0.1/24").await;
             let eth0 = net.index("eth0").await;

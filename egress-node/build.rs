@@ -1,4 +1,4 @@
-//! Builds the eBPF programs from source and names the objects for the daemon to embed:
+//! Builds the eBPF programs from source and names the objects for the library to embed:
 //! `aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"))`, and `SPILLWAY_TRACE_OBJECT` for the programs of a trace. A test that builds
 //! changed programs finds in `SPILLWAY_EBPF_TARGET` what they depend on, compiled.
 
@@ -33,7 +33,7 @@ fn main() -> ExitCode {
 
 fn build() -> Result<[PathBuf; 2], String> {
     let manifest_dir = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
-    let workspace = manifest_dir.parent().ok_or("egress-daemon is not in a workspace")?;
+    let workspace = manifest_dir.parent().ok_or("egress-node is not in a workspace")?;
     for input in ["egress-ebpf", "egress-common", "Cargo.toml", "xtask/src/toolchain.rs"] {
         println!("cargo::rerun-if-changed={}", workspace.join(input).display());
     }
@@ -84,7 +84,7 @@ fn variable(name: &str) -> Result<String, String> {
     env::var(name).map_err(|error| format!("{name}: {error}; build.rs runs under cargo only"))
 }
 
-/// One folder for all profiles of the daemon, so that they share one build of the programs: `ebpf` in cargo's target
+/// One folder for all profiles, so that they share one build of the programs: `ebpf` in cargo's target
 /// folder, which is the ancestor of OUT_DIR that cargo tags as a cache.
 fn target_dir(out_dir: &Path) -> PathBuf {
     let target = out_dir.ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists());
@@ -108,7 +108,7 @@ fn without_debug_info(object: &[u8]) -> io::Result<Vec<u8>> {
     Ok(stripped)
 }
 
-/// Keeps the timestamp of an unchanged object, so that the daemon is not recompiled needlessly.
+/// Keeps the timestamp of an unchanged object, so that the library is not recompiled needlessly.
 fn copy_if_changed(from: &Path, to: &Path) -> io::Result<PathBuf> {
     let object = without_debug_info(&fs::read(from)?)?;
     if fs::read(to).ok().as_ref() != Some(&object) {
