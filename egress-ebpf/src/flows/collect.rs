@@ -12,8 +12,8 @@ use crate::{
         table::{forget, last_seen},
     },
     headers::{
+        fields::proto,
         packet::{now_tick, set_clock},
-        parse::proto,
     },
     tables::{
         classify::{self, Class},

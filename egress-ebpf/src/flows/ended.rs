@@ -8,8 +8,8 @@ use crate::{
         table::{forget, last_seen},
     },
     headers::{
+        fields::{Ip, Kind, L4Header, Part, at, checksum_offset, proto},
         packet::{ETH_LEN, Packet, now_tick},
-        parse::{Ip, Kind, L4Header, Part, at, checksum_offset, proto},
     },
     tables::{datagram, family::Family, maps::CONFIG, share, stats},
 };

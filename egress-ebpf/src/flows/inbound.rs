@@ -4,9 +4,9 @@
 use crate::{
     flows::{collect, key, recheck},
     headers::{
+        fields::{Kind, L4Header, Part, proto},
         note,
         packet::{Packet, now_tick},
-        parse::{Kind, L4Header, Part, proto},
     },
     tables::{
         classify::{self, Class},

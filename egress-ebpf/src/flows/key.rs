@@ -1,7 +1,7 @@
 //! The key of the flow that a packet belongs to.
 
 use crate::{
-    headers::parse::{Ip, Kind, L4Header},
+    headers::fields::{Ip, Kind, L4Header},
     tables::family::Family,
 };
 use egress_common::flow::FlowKey;

@@ -5,7 +5,7 @@
 
 use crate::{
     flows::table,
-    headers::{packet::now_tick, parse::proto},
+    headers::{fields::proto, packet::now_tick},
     tables::{
         classify,
         family::Family,

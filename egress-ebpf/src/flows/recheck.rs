@@ -5,7 +5,7 @@ use crate::{
         firewall,
         table::{reverse_key, reverse_state},
     },
-    headers::parse::proto,
+    headers::fields::proto,
     tables::{
         classify::{self, Class},
         family::Family,

@@ -4,9 +4,10 @@ use crate::{
     gateway::neighbor,
     headers::{
         context::Context,
+        fields::{Ip, Kind, L4Header, Part},
         note,
         packet::{ETH_LEN, Packet},
-        parse::{self, Ip, Kind, L4Header, Part},
+        parse,
     },
     source::{
         deliver::{self, only},

@@ -7,10 +7,11 @@ use crate::{
     gateway::{forward, underlay},
     headers::{
         context::Frame,
+        fields::{Ip, Part},
         frame::{TAG_LEN, VLAN_BITS},
         ip::Header,
         packet::{ETH_LEN, IPV4, IPV6, Mac, Packet, VLAN, moment},
-        parse::{self, Ip, Part},
+        parse,
     },
     tables::{
         egress,

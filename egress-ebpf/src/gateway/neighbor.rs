@@ -2,9 +2,9 @@
 
 use crate::{
     headers::{
+        fields::{Ip, proto},
         ip::Header,
         packet::{ETH_LEN, Mac, Packet},
-        parse::{Ip, proto},
     },
     tables::{
         deadline::is_before,

@@ -1,6 +1,5 @@
 //! The kernel's contexts of packets at different hooks, and how reading through them differs.
 
-use crate::headers::ip::walk_ipv6_extensions;
 use aya_ebpf::{
     bindings::{__sk_buff, xdp_md},
     helpers::{bpf_skb_load_bytes, bpf_skb_pull_data},
@@ -38,8 +37,8 @@ pub trait Context: Copy {
     ///
     /// There is room for them at `to`.
     unsafe fn load(self, offset: u32, to: *mut c_void, len: u32) -> bool;
-    /// [`walk_ipv6_extensions`], which needs bytes that may lie anywhere.
-    fn walk_extensions(self, l4: u32, next: u32) -> u64;
+    /// The packet at a TC hook, for functions that read bytes wherever they lie.
+    fn skb(self) -> Option<*mut __sk_buff>;
 }
 
 /// A packet at a TC hook.
@@ -93,8 +92,8 @@ impl Context for Skb {
     }
 
     #[inline(always)]
-    fn walk_extensions(self, l4: u32, next: u32) -> u64 {
-        walk_ipv6_extensions(self.0, l4, next)
+    fn skb(self) -> Option<*mut __sk_buff> {
+        Some(self.0)
     }
 }
 
@@ -142,7 +141,7 @@ impl Context for Frame {
     }
 
     #[inline(always)]
-    fn walk_extensions(self, _l4: u32, _next: u32) -> u64 {
-        0
+    fn skb(self) -> Option<*mut __sk_buff> {
+        None
     }
 }

@@ -2,9 +2,8 @@
 
 use crate::headers::{
     context::Context,
-    outer,
+    fields::{Ip, Part, proto},
     packet::{ETH_LEN, Packet},
-    parse::{Ip, Part, proto},
 };
 use aya_ebpf::{
     bindings::{__sk_buff, BPF_F_PSEUDO_HDR},
@@ -53,11 +52,6 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn store(self, pkt: &Packet, at: u32) -> Option<()>;
     /// The last four bytes of an address.
     fn last_word(self) -> u32;
-    /// Whether this is UDP for this node's own address, as tunnelled packets are.
-    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool;
-    /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers can
-    /// simply be taken off.
-    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)>;
     /// The address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
     /// Whether this is the address held in that form.
@@ -113,16 +107,6 @@ impl Header for V4 {
     #[inline(always)]
     fn last_word(self) -> u32 {
         self[0]
-    }
-
-    #[inline(always)]
-    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
-        outer::may_be_tunnelled_v4(pkt, config)
-    }
-
-    #[inline(always)]
-    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
-        outer::outer_v4(pkt, config)
     }
 
     #[inline(always)]
@@ -258,16 +242,6 @@ impl Header for V6 {
     }
 
     #[inline(always)]
-    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
-        outer::may_be_tunnelled_v6(pkt, config)
-    }
-
-    #[inline(always)]
-    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
-        outer::outer_v6(pkt, config)
-    }
-
-    #[inline(always)]
     fn from_any(words: &V6) -> V6 {
         // Word by word, or LLVM makes a call to memmove, which compares pointers: the verifier refuses that without
         // CAP_PERFMON.
@@ -380,7 +354,8 @@ fn is_transport(next: u32) -> bool {
 
 #[inline(always)]
 fn walk_extensions<C: Context>(pkt: &Packet<C>, ip: &mut Ip<V6>) -> Result<(), Malformed> {
-    let walked = pkt.context().walk_extensions(ip.l4, ip.proto);
+    let skb = pkt.context().skb().ok_or(Malformed)?;
+    let walked = walk_ipv6_extensions(skb, ip.l4, ip.proto);
     let offset = (walked >> 48) as u32;
     if offset == 0 {
         return Err(Malformed);

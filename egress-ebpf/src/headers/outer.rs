@@ -2,64 +2,73 @@
 
 use crate::headers::{
     context::Context,
+    fields::proto,
     ip::Header,
     packet::{ETH_LEN, Packet},
-    parse::proto,
 };
 use egress_common::{V4, V6, config::DatapathConfig, csum, mapped};
 
-/// Whether a packet is UDP for this node's IPv4 address.
-#[inline(always)]
-pub fn may_be_tunnelled_v4<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
-    match pkt.read_header::<[u32; 5]>(ETH_LEN) {
-        Some(h) => u32::from_be(h[2]) >> 16 & 0xff == proto::UDP && h[4] == config.own_v4[0],
-        None => false,
-    }
+/// The headers around a tunnelled packet; implemented by the address type of their family.
+pub trait Outer: Header {
+    /// Whether this is UDP for this node's own address, as tunnelled packets are.
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool;
+    /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers can
+    /// simply be taken off.
+    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)>;
 }
 
-/// The same over IPv6.
-#[inline(always)]
-pub fn may_be_tunnelled_v6<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
-    let own = &config.own_v6;
-    match pkt.read_header::<[u32; 10]>(ETH_LEN) {
-        Some([_, second, _, _, _, _, a, b, c, d]) => {
-            u32::from_be(second) >> 8 & 0xff == proto::UDP
-                && (a ^ own[0]) | (b ^ own[1]) | (c ^ own[2]) | (d ^ own[3]) == 0
+impl Outer for V4 {
+    #[inline(always)]
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
+        match pkt.read_header::<[u32; 5]>(ETH_LEN) {
+            Some(h) => u32::from_be(h[2]) >> 16 & 0xff == proto::UDP && h[4] == config.own_v4[0],
+            None => false,
         }
-        None => false,
+    }
+
+    #[inline(always)]
+    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
+        let h = pkt.read_header::<[u32; 5]>(ETH_LEN)?;
+        let first = u32::from_be(h[0]);
+        let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V4::HEADER)?;
+        let whole = u32::from_be(h[1]) & 0x3fff == 0;
+        let plain = first >> 24 == 0x45;
+        // With options or in a later fragment, these are not the ports: the stack decides.
+        if plain && whole && u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
+            return None;
+        }
+        let length = first & 0xffff;
+        let exact = length == pkt.len() - ETH_LEN && datagram(udp, length - V4::HEADER);
+        let intact = csum::fold(csum::sum_words(&h)) == 0xffff;
+        Some((mapped([h[3]]), plain && whole && exact && intact && first >> 16 & 3 != 3))
     }
 }
 
-/// The outer header of a tunnelled packet for this node over IPv4: its source, and whether all of it is usual.
-#[inline(always)]
-pub fn outer_v4<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
-    let h = pkt.read_header::<[u32; 5]>(ETH_LEN)?;
-    let first = u32::from_be(h[0]);
-    let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V4::HEADER)?;
-    let whole = u32::from_be(h[1]) & 0x3fff == 0;
-    let plain = first >> 24 == 0x45;
-    // With options or in a later fragment, these are not the ports: the stack decides.
-    if plain && whole && u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
-        return None;
+impl Outer for V6 {
+    #[inline(always)]
+    fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool {
+        let own = &config.own_v6;
+        match pkt.read_header::<[u32; 10]>(ETH_LEN) {
+            Some([_, second, _, _, _, _, a, b, c, d]) => {
+                u32::from_be(second) >> 8 & 0xff == proto::UDP
+                    && (a ^ own[0]) | (b ^ own[1]) | (c ^ own[2]) | (d ^ own[3]) == 0
+            }
+            None => false,
+        }
     }
-    let length = first & 0xffff;
-    let exact = length == pkt.len() - ETH_LEN && datagram(udp, length - V4::HEADER);
-    let intact = csum::fold(csum::sum_words(&h)) == 0xffff;
-    Some((mapped([h[3]]), plain && whole && exact && intact && first >> 16 & 3 != 3))
-}
 
-/// The same over IPv6.
-#[inline(always)]
-pub fn outer_v6<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
-    let h = pkt.read_header::<[u32; 2]>(ETH_LEN)?;
-    let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V6::HEADER)?;
-    if u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
-        return None;
+    #[inline(always)]
+    fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)> {
+        let h = pkt.read_header::<[u32; 2]>(ETH_LEN)?;
+        let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V6::HEADER)?;
+        if u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
+            return None;
+        }
+        let source = pkt.read_v6(ETH_LEN + V6::SRC)?;
+        let length = u32::from_be(h[1]) >> 16;
+        let exact = length + V6::HEADER == pkt.len() - ETH_LEN && datagram(udp, length);
+        Some((source, exact && u32::from_be(h[0]) >> 20 & 3 != 3))
     }
-    let source = pkt.read_v6(ETH_LEN + V6::SRC)?;
-    let length = u32::from_be(h[1]) >> 16;
-    let exact = length + V6::HEADER == pkt.len() - ETH_LEN && datagram(udp, length);
-    Some((source, exact && u32::from_be(h[0]) >> 20 & 3 != 3))
 }
 
 /// Whether a UDP header has this length and no checksum: a checksum would have to be verified.

@@ -3,8 +3,8 @@
 use crate::{
     flows::{ended, key, table},
     headers::{
+        fields::{Ip, Kind, L4Header, Part},
         packet::{Packet, now_tick},
-        parse::{Ip, Kind, L4Header, Part},
     },
     source::{icmp, translated},
     tables::{

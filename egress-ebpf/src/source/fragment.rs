@@ -2,8 +2,8 @@
 
 use crate::{
     headers::{
+        fields::{Kind, Part},
         packet::{Packet, now_tick},
-        parse::{Kind, Part},
     },
     tables::{datagram, family::Family, maps::Holding, stats},
 };

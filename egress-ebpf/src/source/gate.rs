@@ -6,9 +6,9 @@
 
 use crate::{
     headers::{
+        fields::{Ip, Kind, L4Header, proto},
         note,
         packet::Packet,
-        parse::{Ip, Kind, L4Header, proto},
     },
     tables::{classify, datagram, family::Family},
 };

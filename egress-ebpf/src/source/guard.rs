@@ -6,9 +6,9 @@
 use crate::{
     flows::{key, recheck, table},
     headers::{
+        fields::{Ip, Kind, L4Header, Part, proto},
         note,
         packet::{ETH_LEN, Packet},
-        parse::{Ip, Kind, L4Header, Part, proto},
     },
     source::{icmp, masquerade, service, translated},
     tables::{

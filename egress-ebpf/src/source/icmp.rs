@@ -3,8 +3,9 @@
 use crate::{
     flows::table,
     headers::{
+        fields::{Embedded, Ip},
         packet::Packet,
-        parse::{self, Embedded, Ip},
+        parse,
     },
     source::translated,
     tables::{

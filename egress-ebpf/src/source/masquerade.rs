@@ -7,8 +7,8 @@
 use crate::{
     flows::{collect, key},
     headers::{
+        fields::{Kind, L4Header, Part, proto},
         packet::{Packet, now_tick},
-        parse::{Kind, L4Header, Part, proto},
     },
     source::own,
     tables::{

@@ -3,9 +3,10 @@
 
 use crate::{
     headers::{
+        fields::{Kind, L4Header, Part, proto},
         note,
         packet::Packet,
-        parse::{self, Kind, L4Header, Part, proto},
+        parse,
     },
     source::masquerade,
     tables::{datagram, family::Family},

@@ -6,9 +6,9 @@
 
 use crate::{
     headers::{
+        fields::{Kind, L4Header},
         note,
         packet::{ETH_LEN, Packet},
-        parse::{Kind, L4Header},
     },
     tables::{classify, family::Family},
     transports::exit,

@@ -8,8 +8,8 @@ use crate::{
         table::{Taken, enter, forget, mend_reverse, remove, reverse_key, reverse_value, taken, ticket},
     },
     headers::{
+        fields::{Ip, Kind, L4Header, Part},
         packet::{IPV4, Packet, now_tick},
-        parse::{Ip, Kind, L4Header, Part},
     },
     source::{fragment, gate, icmp, service, translated},
     tables::{

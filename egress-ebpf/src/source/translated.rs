@@ -3,9 +3,9 @@
 use crate::{
     flows::table::Taken,
     headers::{
+        fields::{Ip, Kind, L4Header},
         note,
         packet::{Mac, Packet},
-        parse::{Ip, Kind, L4Header},
     },
     tables::{
         family::Family,

@@ -2,8 +2,9 @@
 
 use crate::{
     headers::{
+        fields::{Ip, Kind, L4Header, Part, proto},
         packet::Packet,
-        parse::{Ip, Kind, L4Header, Part, proto, transport_header},
+        parse::transport_header,
     },
     tables::family::Family,
 };

@@ -1,6 +1,6 @@
 //! The tables of each address family.
 
-use crate::{headers::ip::Header, tables::maps::*};
+use crate::{headers::outer::Outer, tables::maps::*};
 use egress_common::{V4, V6};
 
 /// The maps of a family: function, kind and map.
@@ -16,7 +16,7 @@ macro_rules! tables {
 }
 
 /// An address family: its headers and its tables. Implemented by its address type.
-pub trait Family: Header {
+pub trait Family: Outer {
     fn flows() -> &'static Flows<Self>;
     fn reverses() -> &'static Reverses<Self>;
     fn inbound() -> &'static Inbounds<Self>;

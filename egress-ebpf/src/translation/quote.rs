@@ -2,8 +2,8 @@
 
 use crate::{
     headers::{
+        fields::{Embedded, Ip, checksum_offset, proto},
         packet::Packet,
-        parse::{Embedded, Ip, checksum_offset, proto},
     },
     tables::family::Family,
     translation::rewrite::End,

@@ -2,8 +2,8 @@
 
 use crate::{
     headers::{
+        fields::{Ip, Part, at, checksum_offset, proto},
         packet::Packet,
-        parse::{Ip, Part, at, checksum_offset, proto},
     },
     tables::family::Family,
 };

@@ -2,9 +2,9 @@
 
 use crate::{
     headers::{
+        fields::{Ip, Part, at, proto},
         note,
         packet::{ETH_LEN, Mac, Packet},
-        parse::{Ip, Part, at, proto},
     },
     tables::{
         family::Family,

@@ -2,8 +2,8 @@
 
 use crate::{
     headers::{
+        fields::{at, checksum_offset, proto},
         packet::{IPV4, Packet},
-        parse::{at, checksum_offset, proto},
     },
     tables::{family::Family, maps::NODES},
 };

@@ -2,8 +2,8 @@
 
 use crate::{
     headers::{
+        fields::{at, proto},
         packet::{ETH_LEN, IPV4, IPV6, Mac, Packet},
-        parse::{at, proto},
     },
     tables::{
         deadline::is_before,

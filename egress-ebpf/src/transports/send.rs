@@ -2,10 +2,10 @@
 
 use crate::{
     headers::{
+        fields::{at, proto},
         ip::Header,
         note,
         packet::{ETH_LEN, IPV4, Packet},
-        parse::{at, proto},
     },
     tables::{
         family::Family,

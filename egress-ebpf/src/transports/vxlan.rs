@@ -4,9 +4,9 @@
 use crate::{
     headers::{
         context::Context,
+        fields::{at, proto},
         ip::Header,
         packet::{ETH_LEN, IPV4, IPV6, Packet, pair},
-        parse::{at, proto},
     },
     tables::{family::Family, stats},
     transports::{device::INNER_MACS, send},
