@@ -50,7 +50,7 @@ fn a_directory_that_is_ours_alone_goes_too() {
 /// Loads and attaches the programs in a network namespace of its own, as an agent does, and cleans up after it.
 fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'static str, &'static str)]) {
     if !nix::unistd::geteuid().is_root() || !inventory::on_bpffs(Path::new("/sys/fs/bpf")) {
-        skip(test);
+        egress_node::testing::skip(test, "root and a BPF file system at /sys/fs/bpf");
         return;
     }
     let outcome = std::thread::spawn(move || {
@@ -95,16 +95,6 @@ fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'stati
     .join();
     if let Err(panic) = outcome {
         std::panic::resume_unwind(panic);
-    }
-}
-
-/// Reports a skipped test to the user and to `cargo xtask test`.
-fn skip(test: &str) {
-    let line = format!("SKIP {test}: needs root and a BPF file system at /sys/fs/bpf\n");
-    eprint!("{line}");
-    if let Some(path) = std::env::var_os("SPILLWAY_SKIPS") {
-        let file = fs::OpenOptions::new().append(true).create(true).open(path);
-        file.and_then(|mut file| io::Write::write_all(&mut file, line.as_bytes())).unwrap();
     }
 }
 

@@ -1,6 +1,8 @@
 //! A node as Spillway finds and changes it: the kernel's programs and maps ([`datapath`]), and the host's network ([`host`]).
 //!
-//! Both do what they are told. What is to be done, `egress-core` decides; who tells them, is the agent.
+//! `egress-core` decides what is to be done, and the agent calls these modules to do it.
 
 pub mod datapath;
 pub mod host;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;

@@ -6,7 +6,7 @@ pub mod diff;
 pub mod dump;
 pub mod explain;
 #[cfg(test)]
-mod garbage;
+mod garbage_tests;
 pub mod inventory;
 pub mod print;
 pub mod state;

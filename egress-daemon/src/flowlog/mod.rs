@@ -10,7 +10,7 @@ mod files;
 pub mod flows;
 mod journal;
 #[cfg(test)]
-mod programs;
+mod programs_tests;
 mod segment;
 #[cfg(test)]
 mod tests;

@@ -1,9 +1,8 @@
 //! For tests: examples of links, and tests that run in network namespaces of their own.
 #![allow(missing_docs, clippy::unwrap_used, reason = "only tests use it")]
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::future::Future;
-use std::io::Write;
 use std::net::IpAddr;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
@@ -34,11 +33,7 @@ where
     Fut: Future<Output = ()>,
 {
     if !nix::unistd::geteuid().is_root() {
-        let line = format!("SKIP {test}: needs root to make network namespaces\n");
-        eprint!("{line}");
-        if let Some(path) = std::env::var_os("SPILLWAY_SKIPS") {
-            OpenOptions::new().append(true).create(true).open(path).unwrap().write_all(line.as_bytes()).unwrap();
-        }
+        crate::testing::skip(test, "root to make network namespaces");
         return;
     }
     let outcome = std::thread::spawn(move || {

@@ -150,7 +150,7 @@ impl Component {
         // flannel's oldest backend is in C, used or not. With these tags, what it shares with the others is compiled once all the same.
         let c = if self.folder == "flannel" { "1" } else { "0" };
         command.current_dir(sources.join(self.folder)).env("CGO_ENABLED", c);
-        // The compiler collects garbage a sixth of its time by default.
+        // With the default of 100, the compiler spends a sixth of its time on garbage collection.
         command.env("GOGC", "400");
         // Without -modcacherw, modules are read-only, and only root can remove them.
         command.env("GOFLAGS", "-mod=readonly -modcacherw");

@@ -80,8 +80,8 @@ fn ebpf_lints() -> Outcome {
     Ok(None)
 }
 
-/// The result depends on two files only, so it is checked once for each content of theirs. The sums of what passed are kept next to them: the
-/// tool takes seven minutes of processor time to compile.
+/// The result depends on two files only, so it is checked once for each content of theirs. The sums of what passed are kept next to them,
+/// because the tool takes seven minutes of processor time to compile.
 fn licences() -> Outcome {
     const PASSED: &str = "deny.passed";
     let sums = |arguments: &[&str]| {

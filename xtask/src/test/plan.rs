@@ -18,8 +18,8 @@ pub const THREADS: &str = "4";
 /// The modes in which they run once more. In the lab the transport `Auto` resolves to `direct`, and `xdp: Auto` to TC.
 ///
 /// How source nodes send and where gateways forward are independent of each other. So every module meets `direct`, `vxlan` and both places, but
-/// only those where most kinds of packets pass meet the pair of `direct` and XDP, too. The device is a source node's last choice: gateways that
-/// die, and policies that change, mean nothing else to it than to `vxlan`, which has the same outer headers.
+/// only those where most kinds of packets pass meet the pair of `direct` and XDP, too. The device has the outer headers of `vxlan`, which covers
+/// gateways that die and policies that change, so these modules are not run with it.
 const OTHER_MODES: [(TestMode, &[&str]); 3] = [
     (TestMode { transport: Some("vxlan"), xdp: true }, &DEPENDING_ON_TRANSPORT),
     (

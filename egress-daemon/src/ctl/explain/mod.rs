@@ -2,7 +2,7 @@
 //! egress-ebpf: `steer`, `classify`, `ports`) with the contents of the maps, and describes each in a sentence. Pure.
 
 #[cfg(test)]
-mod programs;
+mod programs_tests;
 mod question;
 mod slots;
 #[cfg(test)]

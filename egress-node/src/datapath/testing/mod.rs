@@ -8,11 +8,7 @@ pub mod scenes;
 pub mod tables;
 
 use super::Pins;
-use std::{
-    fs::{self, OpenOptions},
-    io::{self, Write as _},
-    path::PathBuf,
-};
+use std::{fs, io, path::PathBuf};
 
 /// A directory of its own on a BPF file system; removed when dropped, with everything that is pinned in it.
 pub struct BpfDir {
@@ -26,11 +22,7 @@ impl BpfDir {
     /// `None`, and a line that says so, if this process may not do that.
     pub fn new(test: &str) -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
-            let line = format!("SKIP {test}: needs root to load programs\n");
-            eprint!("{line}");
-            if let Some(path) = std::env::var_os("SPILLWAY_SKIPS") {
-                OpenOptions::new().append(true).create(true).open(path).unwrap().write_all(line.as_bytes()).unwrap();
-            }
+            crate::testing::skip(test, "root to load programs");
             return None;
         }
         let name = format!("spillway-test-{test}-{}", std::process::id());
