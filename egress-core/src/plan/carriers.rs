@@ -73,8 +73,8 @@ fn heirs(
             let before = previous(item, *at, nodes, loads, &decisions[*at]);
             let usual = before.filter(|node| !item.first && !item.zoned && nodes[*node as usize].takes());
             let before = usual.filter(|node| match full {
-                false => loads.total(*node) < level,
-                true => loads.total(*node) == level && above > 0,
+                false => loads.load(*node) < level,
+                true => loads.load(*node) == level && above > 0,
             });
             above -= u32::from(full && before.is_some());
             before.inspect(|node| give(loads, *at, *node)).is_none()
@@ -105,10 +105,10 @@ fn level(
     let mut all: Vec<u32> = sets.into_values().flat_map(able).collect();
     all.sort_unstable();
     all.dedup();
-    let totals: Vec<u32> = all.into_iter().map(|node| loads.total(node)).collect();
-    let missing = |level: u32| totals.iter().map(|total| level.saturating_sub(*total)).sum::<u32>();
+    let loaded: Vec<u32> = all.into_iter().map(|node| loads.load(node)).collect();
+    let missing = |level: u32| loaded.iter().map(|load| level.saturating_sub(*load)).sum::<u32>();
     let count = left.len() as u32;
-    let Some(mut level) = totals.iter().copied().min() else { return (0, 0) };
+    let Some(mut level) = loaded.iter().copied().min() else { return (0, 0) };
     while missing(level + 1) <= count {
         level += 1;
     }
@@ -142,7 +142,7 @@ fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>
         let proven = nodes[*node as usize].takes() == nodes[best as usize].takes();
         proven && near(*node) == near(best)
     });
-    Some(before.filter(|node| !item.first && loads.total(*node) <= loads.total(best)).unwrap_or(best))
+    Some(before.filter(|node| !item.first && loads.load(*node) <= loads.load(best)).unwrap_or(best))
 }
 
 /// The other carriers of an egress IP: where zones matter those of the owner's zone first, then by weight.

@@ -110,13 +110,8 @@ fn conclude(item: &Floating<'_>, nodes: &[GatewayNode], place: Option<u32>) -> D
         let reason = kept.map_or(reason, |_| OwnerReason::OwnerUnhealthy);
         return Decision { owner: kept, preferred: preferred.or(kept), reason };
     };
-    let at_home = |node: u32| item.owner == Some(node);
-    let waits = |node: &u32| match item.delay() {
-        Some(delay) => {
-            !nodes[*node as usize].keeps() || !at_home(*node) && !nodes[*node as usize].health.fresh_for(delay)
-        }
-        None => false,
-    };
+    let dead = |node: &u32| item.delay().is_some() && !nodes[*node as usize].keeps();
+    let waits = |node: &u32| dead(node) || item.returns_to(nodes) == Some(*node);
     let preferred = preferred.filter(|node| *node == owner || waits(node)).unwrap_or(owner);
     let reason = if preferred == owner { OwnerReason::Preferred } else { OwnerReason::Failover };
     Decision { owner: Some(owner), preferred: Some(preferred), reason }

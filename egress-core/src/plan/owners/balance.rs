@@ -60,9 +60,9 @@ pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Plac
 /// The gateway with the most egress IPs that is not `stuck`, if some other that may be given one has two fewer.
 fn heaviest(able: &[u32], nodes: &[GatewayNode], loads: &Loads<'_>, stuck: &BTreeSet<u32>) -> Option<u32> {
     let takers = able.iter().filter(|node| nodes[**node as usize].takes());
-    let fewest = takers.map(|node| loads.total(*node)).min()?;
-    let heavy = able.iter().copied().filter(|node| loads.total(*node) >= fewest + 2 && !stuck.contains(node));
-    heavy.min_by_key(|node| (Reverse(loads.total(*node)), *node))
+    let fewest = takers.map(|node| loads.load(*node)).min()?;
+    let heavy = able.iter().copied().filter(|node| loads.load(*node) >= fewest + 2 && !stuck.contains(node));
+    heavy.min_by_key(|node| (Reverse(loads.load(*node)), *node))
 }
 
 struct Search<'s, 'a> {
@@ -93,10 +93,10 @@ impl Search<'_, '_> {
                         }
                         let step = Step { item, from: node, to };
                         // Several may take the last step to the same gateway: the best one does.
-                        if self.loads.total(to) + 2 <= self.loads.total(from) && self.loads.has_room(item, to, None) {
+                        if self.loads.load(to) + 2 <= self.loads.load(from) && self.loads.has_room(item, to, None) {
                             let (alike, zone) = taste.of(to);
                             let more = i64::from(alike) - i64::from(self.loads.alike(item, node));
-                            let score = (self.loads.total(to), (more, zone), self.distance(item, at));
+                            let score = (self.loads.load(to), (more, zone), self.distance(item, at));
                             if best.as_ref().is_none_or(|(least, _)| score < *least) {
                                 best = Some((score, step));
                             }
@@ -125,7 +125,8 @@ impl Search<'_, '_> {
     /// What a node could give away, one egress IP of each kind, so that it has room for the one by which it was reached.
     fn offers(&self, node: u32, arriving: Option<&Step>) -> BTreeMap<Kind, usize> {
         let mut offers: BTreeMap<Kind, usize> = BTreeMap::new();
-        for item in self.loads.on(node).iter().copied().filter(|item| !self.items[*item].first) {
+        let movable = |item: &usize| !self.items[*item].first && !self.loads.returns(*item);
+        for item in self.loads.on(node).iter().copied().filter(movable) {
             let floating = &self.items[item];
             let fits = arriving.is_none_or(|step| self.loads.has_room(step.item, node, Some(item)));
             if !fits || !self.places[item].placed && floating.delay().is_none() {

@@ -93,6 +93,16 @@ impl Floating<'_> {
             Failback::Never => None,
         }
     }
+
+    /// The gateway that it goes back to as soon as that has been back for the delay.
+    pub fn returns_to(&self, nodes: &[GatewayNode]) -> Option<u32> {
+        let delay = self.delay()?;
+        self.preferred.filter(|preferred| {
+            let node = &nodes[*preferred as usize];
+            let comes_back = node.keeps() && !node.health.fresh_for(delay);
+            comes_back && self.owner != Some(*preferred) && self.selects(*preferred)
+        })
+    }
 }
 
 /// Where an egress IP is while the plan is made.

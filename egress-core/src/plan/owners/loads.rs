@@ -1,4 +1,7 @@
 //! How many egress IPs each gateway has while owners are chosen, and which gateway is the best for one more.
+//!
+//! One that waits for its gateway to be back for the delay counts there already, except against limits. Otherwise egress IPs with another
+//! delay would be moved to fill its place, and back when it returns.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +14,9 @@ use crate::model::Family;
 pub struct Loads<'a> {
     items: &'a [Floating<'a>],
     nodes: &'a [GatewayNode],
-    total: Vec<u32>,
+    /// The gateway that each egress IP goes back to ([`Floating::returns_to`]).
+    returns: Vec<Option<u32>>,
+    load: Vec<u32>,
     of_pool: BTreeMap<u32, BTreeMap<u32, u32>>,
     /// Flows of one family see the egress IPs of that family only, so each is spread separately.
     of_policy: BTreeMap<(u32, Family), BTreeMap<u32, u32>>,
@@ -24,16 +29,22 @@ impl<'a> Loads<'a> {
         Self {
             items,
             nodes,
-            total: vec![0; nodes.len()],
+            returns: items.iter().map(|item| item.returns_to(nodes)).collect(),
+            load: vec![0; nodes.len()],
             of_pool: BTreeMap::new(),
             of_policy: BTreeMap::new(),
             on_node: vec![BTreeSet::new(); nodes.len()],
         }
     }
 
-    /// How many egress IPs a node has.
-    pub fn total(&self, node: u32) -> u32 {
-        self.total[node as usize]
+    /// How many egress IPs a node has when all have gone back.
+    pub fn load(&self, node: u32) -> u32 {
+        self.load[node as usize]
+    }
+
+    /// Whether the egress IP will go back to a gateway, wherever it is until then.
+    pub fn returns(&self, item: usize) -> bool {
+        self.returns[item].is_some()
     }
 
     /// The egress IPs that a node has.
@@ -44,24 +55,26 @@ impl<'a> Loads<'a> {
     /// The node gets an egress IP.
     pub fn add(&mut self, item: usize, node: u32) {
         self.on_node[node as usize].insert(item);
-        self.total[node as usize] += 1;
+        let home = self.returns[item].unwrap_or(node);
+        self.load[home as usize] += 1;
         if let Some((pool, _)) = self.items[item].pool {
             *self.of_pool.entry(pool).or_default().entry(node).or_default() += 1;
         }
         for policy in self.items[item].uses() {
-            *self.of_policy.entry(policy).or_default().entry(node).or_default() += 1;
+            *self.of_policy.entry(policy).or_default().entry(home).or_default() += 1;
         }
     }
 
     /// The node loses an egress IP.
     pub fn remove(&mut self, item: usize, node: u32) {
         self.on_node[node as usize].remove(&item);
-        self.total[node as usize] -= 1;
+        let home = self.returns[item].unwrap_or(node);
+        self.load[home as usize] -= 1;
         if let Some((pool, _)) = self.items[item].pool {
             decrease(self.of_pool.entry(pool).or_default(), node);
         }
         for policy in self.items[item].uses() {
-            decrease(self.of_policy.entry(policy).or_default(), node);
+            decrease(self.of_policy.entry(policy).or_default(), home);
         }
     }
 
@@ -69,7 +82,7 @@ impl<'a> Loads<'a> {
     pub fn has_room(&self, item: usize, node: u32, leaving: Option<usize>) -> bool {
         let pool = |item: usize| self.items[item].pool;
         let gateway = &self.nodes[node as usize];
-        if leaving.is_none() && gateway.limit.is_some_and(|limit| self.total(node) >= limit) {
+        if leaving.is_none() && gateway.limit.is_some_and(|limit| self.on(node).len() >= limit as usize) {
             return false;
         }
         match pool(item) {
@@ -88,8 +101,7 @@ impl<'a> Loads<'a> {
         self.items[item].uses().filter_map(of).sum()
     }
 
-    /// The best node for an egress IP among its candidates that are `able` and have room: the one with the fewest egress
-    /// IPs, then with the fewest of the same policies and family, then (where its policies care) in the zone with the fewest of
+    /// The best node for an egress IP among its candidates that are `able` and have room: the one with the least load, then with the fewest of the same policies and family, then (where its policies care) in the zone with the fewest of
     /// theirs, then the next in the ring; or the very first, if the egress IP wants that.
     pub fn best(&self, item: usize, able: impl Fn(u32) -> bool) -> Option<u32> {
         let able = |node: &u32| able(*node) && self.has_room(item, *node, None);
@@ -97,13 +109,13 @@ impl<'a> Loads<'a> {
         if self.items[item].first {
             return candidates.iter().copied().find(able);
         }
-        let fewest = candidates.iter().filter(|node| able(node)).map(|node| self.total(*node)).min()?;
+        let fewest = candidates.iter().filter(|node| able(node)).map(|node| self.load(*node)).min()?;
         let taste = Taste::new(self, item);
         let start = (self.items[item].start % candidates.len() as u64) as usize;
         (start..candidates.len())
             .chain(0..start)
             .map(|at| candidates[at])
-            .filter(|node| self.total(*node) == fewest && able(node))
+            .filter(|node| self.load(*node) == fewest && able(node))
             .min_by_key(|node| taste.of(*node))
     }
 

@@ -80,6 +80,34 @@ proptest! {
     }
 
     #[test]
+    fn return_in_parts_egress_ips_with_different_delays_move_no_others(
+        gateways in 2usize..6, public in prop::collection::vec(1u32..6, 1..6), quick in prop::collection::vec(1u32..6, 1..6),
+        dead in 0usize..6,
+    ) {
+        let (mut snapshot, mut health) = cluster(gateways, 1);
+        add_pools(&mut snapshot, &public);
+        let delay = std::time::Duration::from_secs(3);
+        let pool = Pool { failback: Failback::Preferred { delay }, ..pool("quick", v4(1, 0, 1), v4(1, 3, 255)) };
+        snapshot.pools.insert(pool.id.clone(), pool);
+        for (n, count) in quick.iter().enumerate() {
+            add_policy(&mut snapshot, policy(&format!("quick{n}"), Source::Pools(vec![request("quick", *count)])));
+        }
+        let before = settle(&snapshot, &health, &Plan::default());
+        let dead: NodeName = format!("gw{}", dead % gateways).as_str().into();
+        let own: Vec<IpAddr> = owners(&before).into_iter().filter(|(_, owner)| *owner == dead).map(|(a, _)| a).collect();
+        health.nodes.insert(dead.clone(), lapsed());
+        let mut now = settle(&snapshot, &health, &before);
+        for seconds in [1, 3, 9, 10] {
+            health.nodes.insert(dead.clone(), returned(seconds));
+            let next = settle(&snapshot, &health, &now);
+            let others: Vec<IpAddr> = moved(&now, &next).into_iter().filter(|address| !own.contains(address)).collect();
+            prop_assert_eq!(others, Vec::<IpAddr>::new(), "{} s after the return", seconds);
+            now = next;
+        }
+        prop_assert_eq!(owners(&now), owners(&before));
+    }
+
+    #[test]
     fn a_new_gateway_takes_the_fewest_that_balance(gateways in 1usize..6, counts in prop::collection::vec(1u32..6, 1..8)) {
         let (mut snapshot, mut health) = cluster(gateways, 0);
         add_pools(&mut snapshot, &counts);

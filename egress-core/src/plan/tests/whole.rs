@@ -157,12 +157,20 @@ fn check_balance(world: &TestCluster, plan: &Plan) -> Result<(), TestCaseError> 
     let limited = snapshot.max_egress_ips.is_some()
         || snapshot.nodes.values().any(|n| n.max_egress_ips.is_some())
         || snapshot.pools.values().any(|p| p.max_per_node.is_some());
-    let load = |node: &Node| floating_on(plan, node).count();
+    // One that waits for its gateway counts there, and stays where it is until then.
+    let returns_to = |ip: &crate::plan::EgressIpPlan| {
+        let preferred = ip.preferred.as_ref().filter(|node| ip.owner.as_ref() != Some(*node));
+        preferred.filter(|node| well(&snapshot.nodes[*node], health)).cloned()
+    };
+    let load = |node: &Node| {
+        let floating = plan.egress_ips.values().filter(|ip| !ip.fixed);
+        floating.filter(|ip| returns_to(ip).or_else(|| ip.owner.clone()).as_ref() == Some(&node.name)).count()
+    };
     let takers = |node: &Node| -> Vec<&Node> {
         let of_ip = |(address, ip): (&IpAddr, &crate::plan::EgressIpPlan)| -> Vec<&Node> {
             let failback = ip.pool.as_ref().map_or(Failback::default(), |pool| snapshot.pools[pool].failback);
             let Failback::Preferred { delay } = failback else { return Vec::new() };
-            if wants_first(snapshot, ip, *address) {
+            if wants_first(snapshot, ip, *address) || returns_to(ip).is_some() {
                 return Vec::new();
             }
             let candidates = candidates(snapshot, plan, *address).into_iter();
