@@ -383,7 +383,7 @@ impl Programs {
     }
 
     /// Runs the program that arms the timer. An earlier agent's timer continues with this agent's collector.
-    fn start_collector(&mut self) -> Result<(), LoadError> {
+    pub(super) fn start_collector(&mut self) -> Result<(), LoadError> {
         match self.try_run(COLLECTOR)? {
             0 => Ok(()),
             error => Err(LoadError::Collector(error)),

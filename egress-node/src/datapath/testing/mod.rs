@@ -3,6 +3,7 @@
 
 pub mod frames;
 pub mod nat;
+pub mod reused;
 pub mod rig;
 pub mod scenes;
 pub mod tables;
@@ -21,11 +22,16 @@ pub struct BpfDir {
 impl BpfDir {
     /// `None`, and a line that says so, if this process may not do that.
     pub fn new(test: &str) -> Option<Self> {
+        Self::named(test, test)
+    }
+
+    /// The same, for a directory that is not only for this test.
+    pub fn named(test: &str, name: &str) -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
             crate::testing::skip(test, "root to load programs");
             return None;
         }
-        let name = format!("spillway-test-{test}-{}", std::process::id());
+        let name = format!("spillway-test-{name}-{}", std::process::id());
         let (parent, mounted) = match PathBuf::from("/sys/fs/bpf") {
             shared if is_bpffs(&shared) => (shared, None),
             _ => {

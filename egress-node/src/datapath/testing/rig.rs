@@ -157,6 +157,9 @@ pub fn carry(view: &mut NodeView, uplink: u32) {
     }
 }
 
+/// Small enough that a test can fill the tables.
+pub const SIZES: Sizes = Sizes { max_flows: 4096, flow_events: 0 };
+
 pub struct Rig {
     pub programs: Programs,
     pub writer: MapWriter,
@@ -166,16 +169,27 @@ pub struct Rig {
 
 impl Rig {
     pub fn new(test: &str, view: &NodeView) -> Option<Self> {
-        Self::of_size(test, view, Sizes { max_flows: 4096, ..Sizes::default() })
+        Self::of_size(test, view, SIZES)
     }
 
     pub fn of_size(test: &str, view: &NodeView, sizes: Sizes) -> Option<Self> {
-        let dir = BpfDir::new(test)?;
+        BpfDir::new(test).map(|dir| Self::in_dir(dir, view, sizes))
+    }
+
+    pub fn in_dir(dir: BpfDir, view: &NodeView, sizes: Sizes) -> Self {
         let programs = Programs::load_lazily(&dir.pins, sizes).unwrap();
         let writer = MapWriter::open(Maps::open(&dir.pins).unwrap()).unwrap();
         let mut rig = Self { programs, encoder: Encoder::recover(writer.present()), writer, dir };
         rig.write(view);
-        Some(rig)
+        rig
+    }
+
+    /// Starts again with maps that were emptied.
+    pub fn restart(&mut self, view: &NodeView) {
+        self.programs.start_collector().unwrap();
+        self.writer = MapWriter::open(Maps::open(&self.dir.pins).unwrap()).unwrap();
+        self.encoder = Encoder::recover(self.writer.present());
+        self.write(view);
     }
 
     pub fn pins(&self) -> &crate::datapath::Pins {

@@ -2,6 +2,7 @@
 
 use super::{
     frames::{TCP, UDP, fragment, ip, ports, read, seal, tcp, udp},
+    reused::Reused,
     rig::*,
     scenes,
 };
@@ -159,7 +160,7 @@ fn wait(rig: &Rig, what: Counter, n: u64) {
 fn churn_closed_connections_make_room_for_new_ones_and_live_ones_stay() {
     for (n, pod) in POD.into_iter().enumerate() {
         let pod = addr(pod);
-        let Some(mut rig) = Rig::new(&format!("churn-{n}"), &limited()) else { return };
+        let Some(mut rig) = Reused::new(&format!("churn-{n}"), &limited()) else { return };
         let lasting = Connection::open(&mut rig, pod, server(9_999, pod), 50_000);
         // Each way to end: either side first, a reset of either side, a refusal, and a reset after data that the pod acknowledges later.
         for i in 0..6 * SHARE {
@@ -215,7 +216,7 @@ fn churn_faster_than_the_collectors_rounds_beside_silent_connections_is_not_refu
         let pod = addr(pod);
         let mut view = limited();
         view.config.as_mut().unwrap().pod_flows = 0;
-        let Some(mut rig) = Rig::new(&format!("churn-fast-{n}"), &view) else { return };
+        let Some(mut rig) = Reused::new(&format!("churn-fast-{n}"), &view) else { return };
         let silent: Vec<_> = (0..200).map(|i| Connection::open(&mut rig, pod, server(i, pod), 50_000)).collect();
         // Several times the capacity of the table and of the collector's queue.
         for i in 0..20_000 {
@@ -230,7 +231,7 @@ fn churn_faster_than_the_collectors_rounds_beside_silent_connections_is_not_refu
 fn churn_questions_that_are_answered_make_room_and_streams_stay() {
     for (n, pod) in POD.into_iter().enumerate() {
         let pod = addr(pod);
-        let Some(mut rig) = Rig::new(&format!("churn-udp-{n}"), &limited()) else { return };
+        let Some(mut rig) = Reused::new(&format!("churn-udp-{n}"), &limited()) else { return };
         let datagram =
             |to: u32, from: u16, port: u16| seal(ip(pod, server(to, pod), UDP, &[], &udp(from, port, b"data")));
         let reply = |sent: &[u8], port: u16| {
@@ -284,7 +285,7 @@ fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_w
         let pod = addr(pod);
         let mut view = limited();
         view.config.as_mut().unwrap().pod_flows = 2;
-        let Some(mut rig) = Rig::new(&format!("forged-close-{n}"), &view) else { return };
+        let Some(mut rig) = Reused::new(&format!("forged-close-{n}"), &view) else { return };
         let idle = Connection::open(&mut rig, pod, server(1, pod), 40_000);
         for i in 0..65_536u32 {
             let seq = idle.next.1.wrapping_add(i << 16 | 0x8000);
@@ -354,7 +355,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
         let pod = addr(pod);
         let mut view = limited();
         view.config.as_mut().unwrap().pod_flows = 2;
-        let Some(mut rig) = Rig::new(&format!("reset-in-flight-{n}"), &view) else { return };
+        let Some(mut rig) = Reused::new(&format!("reset-in-flight-{n}"), &view) else { return };
         let [alive, dead] =
             [(1, 40_000), (2, 40_001)].map(|(to, port)| Connection::open(&mut rig, pod, server(to, pod), port));
         let wire = wire();
@@ -406,7 +407,7 @@ fn reused_pod_ip_a_pod_inherits_neither_flows_nor_a_used_up_share() {
         let pod = addr(pod);
         let mut view = limited();
         view.config.as_mut().unwrap().pod_flows = 3;
-        let Some(mut rig) = Rig::new(&format!("reused-pod-ip-{n}"), &view) else { return };
+        let Some(mut rig) = Reused::new(&format!("reused-pod-ip-{n}"), &view) else { return };
         let dead: Vec<_> = (0..3).map(|i| Connection::open(&mut rig, pod, server(i, pod), 40_000)).collect();
         assert!(Connection::try_open(&mut rig, pod, server(9, pod), 40_000).is_none(), "its quota is used up");
         let endpoint = view.endpoints.remove(&scenes::endpoint_id(0)).unwrap();

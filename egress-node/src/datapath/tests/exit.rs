@@ -4,6 +4,7 @@
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
+    reused::Reused,
     rig::*,
 };
 use egress_common::{abi::TUNNEL_PORT, config::flags, verdict::Counter};
@@ -43,7 +44,7 @@ impl Rig {
 
 #[test]
 fn packets_that_the_host_forwarded_are_translated_and_confirm_their_flow() {
-    let Some(mut rig) = Rig::new("exit-caught", &view()) else { return };
+    let Some(mut rig) = Reused::new("exit-caught", &view()) else { return };
     for (pod, egress, server) in families() {
         let (kind, protocol) = if pod.is_ipv4() { (8, ICMP) } else { (128, ICMPV6) };
         let bodies =
@@ -64,7 +65,7 @@ fn packets_that_the_host_forwarded_are_translated_and_confirm_their_flow() {
 
 #[test]
 fn a_packet_checked_under_older_tables_leaves_if_its_slot_is_still_valid() {
-    let Some(mut rig) = Rig::new("exit-changed", &view()) else { return };
+    let Some(mut rig) = Reused::new("exit-changed", &view()) else { return };
     // Something unrelated changes between `pod_egress` and the exit: nothing is lost.
     let mut other = view();
     other.endpoints.retain(|_, pod| !pod.ips.contains(&addr(STRANGER)));
@@ -96,7 +97,7 @@ fn a_packet_checked_under_older_tables_leaves_if_its_slot_is_still_valid() {
 
 #[test]
 fn packets_that_no_program_has_seen_do_not_leave() {
-    let Some(mut rig) = Rig::new("exit-unguarded", &view()) else { return };
+    let Some(mut rig) = Reused::new("exit-unguarded", &view()) else { return };
     for (pod, _, server) in families() {
         for (proto, body) in [(TCP, tcp(1, 2, SYN, &[])), (TCP, tcp(1, 2, ACK, &[])), (UDP, udp(1, 2, b"datagram"))] {
             rig.kept(&seal(ip(pod, server, proto, &[], &body)), POD_IFINDEX, Counter::DropUnguarded);
@@ -122,7 +123,7 @@ fn packets_that_no_program_has_seen_do_not_leave() {
 #[test]
 fn only_our_programs_may_send_with_an_egress_ip() {
     let view = view();
-    let Some(mut rig) = Rig::new("exit-forged", &view) else { return };
+    let Some(mut rig) = Reused::new("exit-forged", &view) else { return };
     for (_, egress, server) in families() {
         let frame = seal(ip(egress, server, UDP, &[], &udp(5000, 53, b"forged")));
         for ingress in [0, POD_IFINDEX] {
@@ -150,7 +151,7 @@ fn only_our_programs_may_send_with_an_egress_ip() {
 fn only_our_programs_may_send_to_the_tunnels_port() {
     let mut view = view();
     view.uplinks.insert(3, [2, 0, 0, 0, 0, 3]);
-    let Some(mut rig) = Rig::new("exit-tunnel-port", &view) else { return };
+    let Some(mut rig) = Reused::new("exit-tunnel-port", &view) else { return };
     for (from, to) in [("10.0.0.1", "10.0.0.2"), ("fd88::1", "fd88::2"), (STRANGER, "203.0.113.5")] {
         let datagram = |port: u16| seal(ip(addr(from), addr(to), UDP, &[], &udp(5000, port, b"forged")));
         for ingress in [0, POD_IFINDEX] {

@@ -2,6 +2,7 @@
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
+    reused::Reused,
     rig::*,
 };
 use crate::datapath::maps::Maps;
@@ -14,11 +15,11 @@ const ACK: u8 = 16;
 const REMOTE: [&str; 2] = ["10.2.0.7", "fd00:2::7"];
 
 /// The scene, with these firewall flags.
-fn rig(test: &str, firewall: u32) -> Option<Rig> {
+fn rig(test: &str, firewall: u32) -> Option<Reused> {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
     config.flags = firewall;
-    Rig::new(test, &view)
+    Reused::new(test, &view)
 }
 
 /// Something between the headers of a datagram: its protocol number as in the header, and the bytes.

@@ -9,7 +9,7 @@ use crate::{
     datapath::{
         Pins,
         attach::{Attacher, Mode, mode},
-        load::{Programs, Sizes},
+        load::Programs,
     },
     host::{
         testing::{Net, NetNs, in_netns, soon},
@@ -96,7 +96,7 @@ async fn gateway(rig: &mut Rig) -> GatewayFixture {
     let wanted = [("tunnel_ingress", tunnel.index), ("pod_ingress", pod)];
     let wanted = wanted.map(|hook| (hook, live[&hook.1].clone())).into();
     let pins: Pins = rig.pins().clone();
-    let programs = Programs::load_lazily(&pins, Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
+    let programs = Programs::load_lazily(&pins, SIZES).unwrap();
     let mut attacher = Attacher::new(programs, pins, mode());
     assert!(attacher.mode() == Mode::Tcx || attacher.mode() == Mode::Clsact);
     let errors = attacher.sync(&wanted, &live, true);

@@ -3,10 +3,11 @@
 
 use super::{
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+    reused::Reused,
     rig::*,
 };
 use crate::datapath::{
-    load::{Programs, Sizes},
+    load::Programs,
     maps::{FamilyMaps, Maps},
 };
 use aya::{
@@ -64,7 +65,7 @@ fn half_pair_either_half_of_a_flow_is_built_anew_from_the_other() {
     for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
         let (pod, server) = (addr(pod), addr(server));
         for proto in [TCP, UDP] {
-            let Some(mut rig) = Rig::new(&format!("half-pair-{n}-{proto}"), &scene()) else { return };
+            let Some(mut rig) = Reused::new(&format!("half-pair-{n}-{proto}"), &scene()) else { return };
             let mut maps = Maps::open(rig.pins()).unwrap();
             let packet = |flags: u8| match proto {
                 TCP => seal(ip(pod, server, TCP, &[], &tcp(40_000, 443, flags, &[]))),
@@ -98,7 +99,7 @@ fn half_pair_either_half_of_a_flow_is_built_anew_from_the_other() {
 
 #[test]
 fn flows_are_dated_by_the_clock_that_the_tools_read() {
-    let Some(mut rig) = Rig::new("dated", &scene()) else { return };
+    let Some(mut rig) = Reused::new("dated", &scene()) else { return };
     let before = now_tick();
     let packet = seal(ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(40_000, 443, b"data")));
     assert_eq!(rig.run("pod_egress", &packet).0, REDIRECT);
@@ -123,7 +124,7 @@ const RACES: u16 = 3_000;
 #[test]
 fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
     let Some(mut rig) = Rig::new("create-race", &lasting()) else { return };
-    let mut others = Programs::load_lazily(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
+    let mut others = Programs::load_lazily(rig.pins(), SIZES).unwrap();
     let frames: Vec<Vec<u8>> = (0..RACES)
         .map(|n| seal(ip(addr(POD4), server(u32::from(n) / 64), UDP, &[], &udp(20_000 + n, 443, b"data"))))
         .collect();
@@ -243,7 +244,7 @@ fn take_port<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>)
 fn reused_halves_a_flow_whose_port_another_one_has_taken_goes_and_leaves_that_one_alone() {
     for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
         let (pod, server) = (addr(pod), addr(server));
-        let Some(mut rig) = Rig::new(&format!("reused-port-{n}"), &scene()) else { return };
+        let Some(mut rig) = Reused::new(&format!("reused-port-{n}"), &scene()) else { return };
         let packet = |port: u16| seal(ip(pod, server, UDP, &[], &udp(port, 443, b"data")));
         let before = [40_000, 40_001].map(|port| rig.run("pod_egress", &packet(port)).1);
         let mut maps = Maps::open(rig.pins()).unwrap();
@@ -280,7 +281,7 @@ fn begin_anew<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>
 fn reused_halves_a_reverse_half_that_its_flow_does_not_name_goes_with_the_next_reply() {
     for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
         let (pod, server) = (addr(pod), addr(server));
-        let Some(mut rig) = Rig::new(&format!("reused-reverse-{n}"), &scene()) else { return };
+        let Some(mut rig) = Reused::new(&format!("reused-reverse-{n}"), &scene()) else { return };
         let packet = seal(ip(pod, server, UDP, &[], &udp(40_000, 443, b"data")));
         let before = rig.run("pod_egress", &packet).1;
         let mut maps = Maps::open(rig.pins()).unwrap();

@@ -3,6 +3,7 @@
 
 use super::{
     frames::{TCP, UDP, ip, seal, tcp, udp},
+    reused::Reused,
     rig::*,
     scenes,
 };
@@ -41,7 +42,7 @@ fn host(n: u32, like: IpAddr) -> IpAddr {
 fn inbound_flood_of_records_takes_no_place_in_the_flow_table() {
     for (pod, neighbor) in POD.into_iter().zip(NEIGHBOR) {
         let (pod, neighbor) = (addr(pod), addr(neighbor));
-        let Some(mut rig) = Rig::new(&format!("inbound-flood-{}", pod.is_ipv4()), &with_neighbor()) else { return };
+        let Some(mut rig) = Reused::new(&format!("inbound-flood-{}", pod.is_ipv4()), &with_neighbor()) else { return };
         let question = |n: u32| seal(ip(host(n, pod), pod, UDP, &[], &udp(1024, 53, b"?")));
         let answer = |n: u32| seal(ip(pod, host(n, pod), UDP, &[], &udp(53, 1024, b"!")));
         let segment = |flags| seal(ip(neighbor, host(0, pod), TCP, &[], &tcp(40_000, 443, flags, &[])));
@@ -86,7 +87,7 @@ fn a_record_of_the_outside_ends_when_it_is_idle_or_reset_or_the_pod_opens_its_ow
         let (pod, server) = (addr(pod), addr(server));
         let mut view = scene();
         (view.config.as_mut().unwrap().tcp_established, view.config.as_mut().unwrap().udp) = (1_000, 100);
-        let Some(mut rig) = Rig::new(&format!("inbound-ends-{}", pod.is_ipv4()), &view) else { return };
+        let Some(mut rig) = Reused::new(&format!("inbound-ends-{}", pod.is_ipv4()), &view) else { return };
         let asks = |flags| seal(ip(server, pod, TCP, &[], &tcp(40_000, 8080, flags, &[])));
         let says = |flags| seal(ip(pod, server, TCP, &[], &tcp(8080, 40_000, flags, &[])));
         let open = |rig: &mut Rig| {
@@ -124,7 +125,7 @@ fn a_record_of_the_outside_ends_when_it_is_idle_or_reset_or_the_pod_opens_its_ow
 fn reused_pod_ip_a_pod_answers_nothing_that_another_one_with_its_address_was_asked() {
     for (n, (pod, server)) in POD.into_iter().zip(SERVER).enumerate() {
         let (pod, server) = (addr(pod), addr(server));
-        let Some(mut rig) = Rig::new(&format!("inbound-inherited-{n}"), &scene()) else { return };
+        let Some(mut rig) = Reused::new(&format!("inbound-inherited-{n}"), &scene()) else { return };
         let question = seal(ip(server, pod, UDP, &[], &udp(40_000, 53, b"?")));
         let answer = seal(ip(pod, server, UDP, &[], &udp(53, 40_000, b"!")));
         assert_eq!(rig.run("pod_ingress", &question).0, NEXT);
@@ -150,7 +151,7 @@ fn reused_pod_ip_a_pod_answers_nothing_that_another_one_with_its_address_was_ask
 #[test]
 fn syn_ack_without_a_record_passes_only_where_packets_may_come_in_unseen() {
     let mut view = scene();
-    let Some(mut rig) = Rig::new("syn-ack", &view) else { return };
+    let Some(mut rig) = Reused::new("syn-ack", &view) else { return };
     for (pod, server) in POD.into_iter().zip(SERVER) {
         let (pod, server) = (addr(pod), addr(server));
         let says = |flags| seal(ip(pod, server, TCP, &[], &tcp(8080, 40_000, flags, &[])));
@@ -178,7 +179,7 @@ fn syn_ack_without_a_record_passes_only_where_packets_may_come_in_unseen() {
 fn history_of_a_pod_ends_at_its_tick_and_what_was_used_before_goes_on() {
     let mut view = scene();
     view.config.as_mut().unwrap().tcp_established = 1_000;
-    let Some(mut rig) = Rig::new("history", &view) else { return };
+    let Some(mut rig) = Reused::new("history", &view) else { return };
     for (pod, server) in POD.into_iter().zip(SERVER) {
         let (pod, server) = (addr(pod), addr(server));
         let says = |port| seal(ip(pod, server, TCP, &[], &tcp(port, 443, ACK, &[])));

@@ -31,4 +31,4 @@ mod transports;
 mod wire;
 mod write;
 
-use super::testing::{BPF_MAP_UPDATE_ELEM, BpfDir, Random, bpf, frames, nat, rig, scenes, tables};
+use super::testing::{BPF_MAP_UPDATE_ELEM, BpfDir, Random, bpf, frames, nat, reused, rig, scenes, tables};

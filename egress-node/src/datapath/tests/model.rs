@@ -17,7 +17,7 @@ use super::{
     tables::FlowTables,
     talk::{answer, complained, error, inward, outcome, outward, packet, quoted},
 };
-use crate::datapath::load::{Programs, Sizes};
+use crate::datapath::load::Programs;
 use aya::programs::{TestRun as _, TestRunOptions};
 use egress_common::{abi::TICK_SHIFT, net, trace::TraceFilter, verdict::Counter};
 use egress_core::encode::NodeView;
@@ -320,8 +320,7 @@ fn random_interleavings_keep_the_rules_of_a_reference_nat() {
 fn the_programs_of_a_trace_keep_the_same_rules() {
     let filter = TraceFilter { v4: net::v4(PODS[0][0].parse().unwrap()), ..TraceFilter::NONE };
     walk("model-trace", STEPS / 20, |world| {
-        let sizes = Sizes { max_flows: 4096, ..Sizes::default() };
-        world.rig.programs = Programs::load_trace(world.rig.pins(), sizes, &filter).unwrap();
+        world.rig.programs = Programs::load_trace(world.rig.pins(), SIZES, &filter).unwrap();
     });
 }
 
@@ -344,7 +343,7 @@ fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
         .collect();
     let Some(rig) = Rig::new(test, &view(0, false, &interfaces)) else { return };
     let tables = FlowTables::open(rig.pins());
-    let others = Programs::load_lazily(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
+    let others = Programs::load_lazily(rig.pins(), SIZES).unwrap();
     let (nat, datagrams) = (Nat::default(), Datagrams::default());
     let mut world = NatFixture { rig, tables, interfaces, others, nat, datagrams, wire: Wire::open() };
     prepare(&mut world);

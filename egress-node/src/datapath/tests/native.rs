@@ -4,6 +4,7 @@ use super::{
     frames::{
         HOST_MAC, ICMP, TCP, UDP, assert_right, fragment, icmp, ip, read, seal, tcp, udp, with_header_checksum, wrapped,
     },
+    reused::Reused,
     rig::*,
     scenes,
 };
@@ -172,7 +173,7 @@ pub(super) fn allow(rig: &Rig, devices: &[u32]) {
 
 #[test]
 fn translated_packets_leave_with_the_next_hops_address_and_nothing_else_changes() {
-    let Some(mut rig) = Rig::new("native-out", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("native-out", &NodeView::default()) else { return };
     in_netns("native-out", || async move {
         let (uplink, underlay) = interfaces().await;
         for ends in UNDERLAYS {
@@ -202,7 +203,7 @@ fn translated_packets_leave_with_the_next_hops_address_and_nothing_else_changes(
 
 #[test]
 fn replies_go_back_to_the_node_that_has_the_port() {
-    let Some(mut rig) = Rig::new("native-back", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("native-back", &NodeView::default()) else { return };
     in_netns("native-back", || async move {
         let (uplink, underlay) = interfaces().await;
         for (ends, transport) in UNDERLAYS.into_iter().flat_map(|u| [(u, transport::DIRECT), (u, transport::VXLAN)]) {
@@ -244,7 +245,7 @@ fn replies_go_back_to_the_node_that_has_the_port() {
 
 #[test]
 fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
-    let Some(mut rig) = Rig::new("native-left", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("native-left", &NodeView::default()) else { return };
     in_netns("native-left", || async move {
         let (uplink, underlay) = interfaces().await;
         let ends = UNDERLAYS[0];
@@ -332,7 +333,7 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
 /// bytes.
 #[test]
 fn the_driver_program_forwards_only_what_the_tc_program_would_forward() {
-    let Some(mut rig) = Rig::new("native-bits", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("native-bits", &NodeView::default()) else { return };
     in_netns("native-bits", || async move {
         let (uplink, underlay) = interfaces().await;
         let port = port_block::first_port(OTHER_BLOCK);

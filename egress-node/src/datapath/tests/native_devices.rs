@@ -6,6 +6,7 @@ use super::{
     frames::{HOST_MAC, UDP, ip, seal, tagged, udp, wrapped},
     native::{BOTH_WAYS, FROM_OUTSIDE, LOOPBACK, PASS, SENT, exchanges, families, from_node, gateway},
     native_vlan::{PRIORITY, VLAN, assert_as_at_tc, know_next_hops, put_into_subnets},
+    reused::Reused,
     rig::*,
     wire::Wire,
 };
@@ -74,7 +75,7 @@ fn ways(ends: [&str; 2], packets: [&[u8]; 2]) -> [(&'static str, &'static str, u
 
 #[test]
 fn frames_of_vlan_devices_leave_with_the_tag_of_another_one_and_otherwise_as_at_tc() {
-    let Some(mut rig) = Rig::new("devices-ways", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("devices-ways", &NodeView::default()) else { return };
     in_netns("devices-ways", || async move {
         let wire = Wire::new(&rig).await;
         // Nobody forwards from the card itself: routes are looked up for its VLAN devices.
@@ -112,7 +113,7 @@ fn frames_of_vlan_devices_leave_with_the_tag_of_another_one_and_otherwise_as_at_
 
 #[test]
 fn frames_outside_the_common_case_of_vlan_devices_are_left_to_tc_with_their_tags() {
-    let Some(mut rig) = Rig::new("devices-left", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("devices-left", &NodeView::default()) else { return };
     in_netns("devices-left", || async move {
         let wire = Wire::new(&rig).await;
         let ends = UNDERLAYS[0];
@@ -176,7 +177,7 @@ fn frames_outside_the_common_case_of_vlan_devices_are_left_to_tc_with_their_tags
 /// An egress IP's VLAN that has no device: the uplink is the card itself, the underlay a VLAN device of it.
 #[test]
 fn a_vlan_of_an_egress_ip_works_next_to_a_vlan_device_of_the_same_card() {
-    let Some(mut rig) = Rig::new("devices-both", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("devices-both", &NodeView::default()) else { return };
     in_netns("devices-both", || async move {
         let wire = Wire::new(&rig).await;
         let port = port_block::first_port(OTHER_BLOCK);
@@ -203,7 +204,7 @@ fn a_vlan_of_an_egress_ip_works_next_to_a_vlan_device_of_the_same_card() {
 /// Flips each bit of the headers of each usual frame: whatever is then forwarded is forwarded at TC as well, with the same bytes.
 #[test]
 fn turned_bits_of_frames_of_vlan_devices_are_sent_only_where_tc_sends_them() {
-    let Some(mut rig) = Rig::new("devices-bits", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("devices-bits", &NodeView::default()) else { return };
     in_netns("devices-bits", || async move {
         let wire = Wire::new(&rig).await;
         let port = port_block::first_port(OTHER_BLOCK);

@@ -7,6 +7,7 @@ use super::{
     native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, from_node, gateway},
     native_devices::{CARD, OUT, UNDER, untagged, write},
     native_vlan::{PRIORITY, VLAN, assert_as_at_tc, know_next_hops, put_into_subnets},
+    reused::Reused,
     rig::*,
     scenes,
     wire::Wire,
@@ -205,7 +206,7 @@ impl Packet {
 
 #[test]
 fn the_driver_program_agrees_with_a_reference_gateway_and_with_tc_on_random_tables_and_packets() {
-    let Some(mut rig) = Rig::new("native-model", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("native-model", &NodeView::default()) else { return };
     in_netns("native-model", || async move {
         let wire = Wire::new(&rig).await;
         let (uplink, underlay) = (wire.uplink, wire.underlay);

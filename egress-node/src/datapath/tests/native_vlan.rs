@@ -4,6 +4,7 @@
 use super::{
     frames::{HOST_MAC, Read, UDP, fragment, ip, read, seal, tagged, udp, wrapped},
     native::{BOTH_WAYS, FROM_OUTSIDE, PASS, SENT, allow, exchanges, families, from_node, gateway},
+    reused::Reused,
     rig::*,
     wire::Wire,
 };
@@ -83,7 +84,7 @@ pub(super) fn assert_as_at_tc(
 
 #[test]
 fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
-    let Some(mut rig) = Rig::new("vlan-ways", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("vlan-ways", &NodeView::default()) else { return };
     in_netns("vlan-ways", || async move {
         let wire = Wire::new(&rig).await;
         let port = port_block::first_port(OTHER_BLOCK);
@@ -123,7 +124,7 @@ fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
 
 #[test]
 fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
-    let Some(mut rig) = Rig::new("vlan-left", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("vlan-left", &NodeView::default()) else { return };
     in_netns("vlan-left", || async move {
         let wire = Wire::new(&rig).await;
         let mut view = gateway(UNDERLAYS[0], wire.uplink, wire.underlay, transport::DIRECT);
@@ -205,7 +206,7 @@ fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
 /// bytes.
 #[test]
 fn turned_bits_of_vlan_frames_are_sent_by_the_driver_only_where_tc_sends_them() {
-    let Some(mut rig) = Rig::new("vlan-bits", &NodeView::default()) else { return };
+    let Some(mut rig) = Reused::new("vlan-bits", &NodeView::default()) else { return };
     in_netns("vlan-bits", || async move {
         let wire = Wire::new(&rig).await;
         let port = port_block::first_port(OTHER_BLOCK);

@@ -4,6 +4,7 @@ use super::{
     frames::{
         self, ICMP, ICMPV6, TCP, UDP, assert_right, fragment, icmp, ip, ports, read, seal, tcp, udp, untranslated,
     },
+    reused::Reused,
     rig::*,
 };
 use crate::datapath::load;
@@ -95,7 +96,7 @@ fn there_and_back(test: &str, flags: u32) {
     view.config.as_mut().unwrap().flags |= flags;
     view.config.as_mut().unwrap().mss_v4 = 1400;
     view.config.as_mut().unwrap().mss_v6 = 1380;
-    let Some(mut rig) = Rig::new(test, &view) else { return };
+    let Some(mut rig) = Reused::new(test, &view) else { return };
     let mut opened = 0;
     for (frame, egress) in openings() {
         let (verdict, out) = rig.run("pod_egress", &frame);
@@ -142,7 +143,7 @@ fn there_and_back(test: &str, flags: u32) {
 fn a_large_segment_size_is_lowered_at_even_and_odd_places() {
     let mut view = scene();
     view.config.as_mut().unwrap().mss_v4 = 1400;
-    let Some(mut rig) = Rig::new("mss", &view) else { return };
+    let Some(mut rig) = Reused::new("mss", &view) else { return };
     for (options, at) in [(&[2, 4, 0x23, 0x28][..], 22), (&[1, 2, 4, 0x23, 0x28, 1, 1, 0], 23)] {
         let frame = seal(ip(addr(POD4), addr(SERVER4), TCP, &[], &tcp(50_000 + at as u16, 443, SYN, options)));
         let out = rig.run("pod_egress", &frame).1;
@@ -153,7 +154,7 @@ fn a_large_segment_size_is_lowered_at_even_and_odd_places() {
 
 #[test]
 fn packets_without_a_policy_are_unchanged_to_the_last_bit() {
-    let Some(mut rig) = Rig::new("unchanged", &scene()) else { return };
+    let Some(mut rig) = Reused::new("unchanged", &scene()) else { return };
     let pod = addr(POD4);
     let mut frames = vec![
         seal(ip(addr(STRANGER), addr(SERVER4), TCP, &[], &tcp(1, 2, SYN, &[]))),
@@ -177,7 +178,7 @@ fn packets_without_a_policy_are_unchanged_to_the_last_bit() {
 
 #[test]
 fn matching_packets_that_cannot_be_translated_are_dropped_with_the_reason() {
-    let Some(mut rig) = Rig::new("drops", &scene()) else { return };
+    let Some(mut rig) = Reused::new("drops", &scene()) else { return };
     for (pod, _, server) in families() {
         for proto in [47, 50, 132] {
             let frame = ip(pod, server, proto, &[], b"whatever there is inside of it");
@@ -212,7 +213,7 @@ fn matching_packets_that_cannot_be_translated_are_dropped_with_the_reason() {
 /// Between two writes a table still names the slot of a gateway that is gone; an assignment does so for longer.
 #[test]
 fn dead_in_set_a_slot_that_may_not_be_used_takes_no_flow_though_the_table_names_it() {
-    let Some(mut rig) = Rig::new("not-usable", &scene()) else { return };
+    let Some(mut rig) = Reused::new("not-usable", &scene()) else { return };
     let mut tables = rig.writer.present().clone();
     tables.members.values_mut().for_each(|member| member.usable = 0);
     assert!(!tables.maglev.is_empty());
@@ -226,7 +227,7 @@ fn dead_in_set_a_slot_that_may_not_be_used_takes_no_flow_though_the_table_names_
 fn while_a_pod_is_starting_unknown_sources_are_held() {
     let mut view = scene();
     view.config.as_mut().unwrap().flags |= egress_common::config::flags::HOLD;
-    let Some(mut rig) = Rig::new("hold", &view) else { return };
+    let Some(mut rig) = Reused::new("hold", &view) else { return };
     let unknown = seal(ip(addr("10.1.0.99"), addr(SERVER4), TCP, &[], &tcp(1, 2, SYN, &[])));
     rig.dropped("pod_egress", &unknown, Counter::DropHeld);
     let known = seal(ip(addr(STRANGER), addr(SERVER4), TCP, &[], &tcp(1, 2, SYN, &[])));
@@ -242,7 +243,7 @@ fn error(router: IpAddr, about: &[u8], quoted: usize) -> Vec<u8> {
 
 #[test]
 fn an_error_about_a_translated_packet_reaches_the_pod_in_its_own_words() {
-    let Some(mut rig) = Rig::new("errors", &scene()) else { return };
+    let Some(mut rig) = Reused::new("errors", &scene()) else { return };
     for (frame, _) in openings() {
         let translated = rig.run("pod_egress", &frame).1;
         let header = read(&translated).unwrap().l4 - 14;
@@ -274,7 +275,7 @@ fn an_error_about_a_translated_packet_reaches_the_pod_in_its_own_words() {
 
 #[test]
 fn an_error_of_the_pod_about_an_answer_leaves_with_the_egress_ip() {
-    let Some(mut rig) = Rig::new("pod-errors", &scene()) else { return };
+    let Some(mut rig) = Reused::new("pod-errors", &scene()) else { return };
     for (pod, egress, server) in families() {
         let frame = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"question")));
         let translated = rig.run("pod_egress", &frame).1;
@@ -300,7 +301,7 @@ fn an_error_of_the_pod_about_an_answer_leaves_with_the_egress_ip() {
 
 #[test]
 fn fragments_before_their_first_one_are_held_and_follow_it() {
-    let Some(mut rig) = Rig::new("held-fragments", &scene()) else { return };
+    let Some(mut rig) = Reused::new("held-fragments", &scene()) else { return };
     let (pod, server, egress) = (addr(POD4), addr(SERVER4), addr(EGRESS4));
     let port = port_block::first_port(OTHER_BLOCK);
     for (program, from, to, port) in [("pod_egress", pod, server, 53), ("uplink_ingress", server, egress, port)] {
@@ -333,7 +334,7 @@ fn fragments_before_their_first_one_are_held_and_follow_it() {
 
 #[test]
 fn fragments_follow_their_first_one() {
-    let Some(mut rig) = Rig::new("fragments", &scene()) else { return };
+    let Some(mut rig) = Reused::new("fragments", &scene()) else { return };
     let (pod, server) = (addr(POD4), addr(SERVER4));
     let first = fragment(seal(ip(pod, server, UDP, &[], &udp(40_000, 53, &[7; 64]))), [0x20, 0]);
     let later = fragment(ip(pod, server, UDP, &[], &[9; 40]), [0, 9]);
@@ -348,7 +349,7 @@ fn fragments_follow_their_first_one() {
 
 #[test]
 fn what_arrives_for_an_egress_ip_and_belongs_to_nobody_never_reaches_the_stack() {
-    let Some(mut rig) = Rig::new("uplink", &scene()) else { return };
+    let Some(mut rig) = Reused::new("uplink", &scene()) else { return };
     for (_, egress, server) in families() {
         let to = |port: u16| seal(ip(server, egress, TCP, &[], &tcp(443, port, SYN, &[])));
         rig.dropped("uplink_ingress", &to(80), Counter::DropNoLease);
@@ -364,7 +365,7 @@ fn what_arrives_for_an_egress_ip_and_belongs_to_nobody_never_reaches_the_stack()
 
 #[test]
 fn without_tunnel_metadata_nothing_comes_out_of_the_tunnel() {
-    let Some(mut rig) = Rig::new("no-metadata", &scene()) else { return };
+    let Some(mut rig) = Reused::new("no-metadata", &scene()) else { return };
     for (frame, _) in openings() {
         rig.dropped("tunnel_ingress", &frame, Counter::DropStranger);
     }

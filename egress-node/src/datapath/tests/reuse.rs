@@ -3,6 +3,7 @@
 
 use super::{
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+    reused::Reused,
     rig::*,
     scenes,
 };
@@ -84,7 +85,7 @@ fn v4(text: &str) -> V4 {
 #[test]
 fn a_first_packet_is_not_led_by_a_policy_record_of_the_other_family() {
     let interrupts = Interrupts::new();
-    let Some(mut rig) = Rig::new("reuse-policy", &scene()) else { return };
+    let Some(mut rig) = Reused::new("reuse-policy", &scene()) else { return };
     let mut maps = Maps::open(rig.pins()).unwrap();
     let both = maps.policies.entries().unwrap();
     let change = || both.iter().for_each(|(key, policy): (&PolicyKey, _)| maps.policies.set(key, policy).unwrap());
@@ -106,7 +107,7 @@ fn a_first_packet_is_not_led_by_a_policy_record_of_the_other_family() {
 #[test]
 fn a_packet_does_not_leave_as_the_flow_that_gets_the_memory_of_its_own() {
     let interrupts = Interrupts::new();
-    let Some(mut rig) = Rig::new("reuse-flow", &scene()) else { return };
+    let Some(mut rig) = Reused::new("reuse-flow", &scene()) else { return };
     let segment = |flags| seal(ip(addr(POD4), addr(SERVER4), TCP, &[], &tcp(40_000, 443, flags, &[])));
     let (verdict, first) = rig.run("pod_egress", &segment(2));
     assert_eq!(verdict, REDIRECT);
@@ -132,7 +133,7 @@ fn a_packet_does_not_leave_as_the_flow_that_gets_the_memory_of_its_own() {
 #[test]
 fn a_reply_does_not_reach_the_pod_of_the_flow_that_gets_the_memory_of_its_own() {
     let interrupts = Interrupts::new();
-    let Some(mut rig) = Rig::new("reuse-reverse", &scene()) else { return };
+    let Some(mut rig) = Reused::new("reuse-reverse", &scene()) else { return };
     let (verdict, first) =
         rig.run("pod_egress", &seal(ip(addr(POD4), addr(SERVER4), TCP, &[], &tcp(40_000, 443, 2, &[]))));
     assert_eq!(verdict, REDIRECT);
@@ -167,7 +168,7 @@ fn a_packet_for_an_egress_ip_is_judged_by_that_ones_leases() {
     carried.interface = Some(1);
     let without_leases = EgressView { leases: BTreeMap::new(), ..carried.clone() };
     view.egress_ips.insert(addr(OTHER), without_leases);
-    let Some(mut rig) = Rig::new("reuse-index", &view) else { return };
+    let Some(mut rig) = Reused::new("reuse-index", &view) else { return };
     let segment = tcp(443, port_block::first_port(OTHER_BLOCK), 16, &[]);
     let reply = seal(ip(addr(SERVER4), addr(EGRESS4), TCP, &[], &segment));
     assert_eq!(rig.run("uplink_ingress", &reply).0, REDIRECT, "{:?}", rig.writer.maps().counters());

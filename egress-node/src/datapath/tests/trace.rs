@@ -4,10 +4,7 @@ use super::{
     frames::{TCP, UDP, ip, seal, tcp, udp},
     rig::*,
 };
-use crate::datapath::{
-    load::{Programs, Sizes},
-    trace::Lines,
-};
+use crate::datapath::{load::Programs, trace::Lines};
 use egress_common::{net, trace::TraceFilter, verdict::Counter};
 use std::net::SocketAddr;
 
@@ -17,7 +14,7 @@ const ACK: u8 = 16;
 /// The scene with the programs of a trace of the pod.
 fn traced(test: &str, filter: &TraceFilter) -> Option<(Rig, Lines)> {
     let mut rig = Rig::new(test, &scene())?;
-    rig.programs = Programs::load_trace(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }, filter).unwrap();
+    rig.programs = Programs::load_trace(rig.pins(), SIZES, filter).unwrap();
     let lines = Lines::of(&mut rig.programs).unwrap();
     Some((rig, lines))
 }

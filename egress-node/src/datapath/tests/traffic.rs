@@ -2,6 +2,7 @@
 
 use super::{
     frames::{TCP, UDP, ip, read, seal, tcp, udp},
+    reused::Reused,
     rig::*,
     scenes,
 };
@@ -38,7 +39,7 @@ fn answer(out: &[u8]) -> Vec<u8> {
 
 #[test]
 fn packets_and_bytes_are_counted_both_ways_by_policy_namespace_and_egress_ip() {
-    let Some(mut rig) = Rig::new("traffic", &scene()) else { return };
+    let Some(mut rig) = Reused::new("traffic", &scene()) else { return };
     for (pod, egress, server) in [(POD4, EGRESS4, SERVER4), (POD6, EGRESS6, SERVER6)] {
         let question = seal(ip(addr(pod), addr(server), UDP, &[], &udp(40_000, 53, b"question")));
         let mut expected = Traffic::NONE;
@@ -72,7 +73,7 @@ fn refused_flows_are_counted_by_reason() {
     let refuse = |change: &dyn Fn(&mut NodeView), reason: Counter| {
         let mut view = scene();
         change(&mut view);
-        let Some(mut rig) = Rig::new(reason.name(), &view) else { return };
+        let Some(mut rig) = Reused::new(reason.name(), &view) else { return };
         rig.dropped("pod_egress", &syn(1), reason);
         rig.dropped("pod_egress", &syn(2), reason);
         let refused = of(&rig, None).refused;
@@ -88,7 +89,7 @@ fn refused_flows_are_counted_by_reason() {
 
 #[test]
 fn an_account_that_is_given_away_begins_with_nothing() {
-    let Some(mut rig) = Rig::new("traffic-anew", &scene()) else { return };
+    let Some(mut rig) = Reused::new("traffic-anew", &scene()) else { return };
     let question = seal(ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(40_000, 53, b"question")));
     assert_eq!(rig.run("pod_egress", &question).0, REDIRECT);
     assert_eq!(of(&rig, Some(addr(EGRESS4))).opened, 1);

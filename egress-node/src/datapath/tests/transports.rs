@@ -5,6 +5,7 @@ use super::{
     frames::{
         HOST_MAC, ICMP, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp, with_header_checksum, wrapped,
     },
+    reused::Reused,
     rig::*,
     scenes,
 };
@@ -46,7 +47,7 @@ fn inside(frame: &[u8]) -> &[u8] {
 #[test]
 fn an_answer_to_a_probe_says_up_to_which_revision_the_askers_leases_are_in_the_tables() {
     for underlay in UNDERLAYS {
-        let Some(mut rig) = Rig::new("transport-probe", &gateway(underlay)) else { return };
+        let Some(mut rig) = Reused::new("transport-probe", &gateway(underlay)) else { return };
         for (_, server, egress) in families() {
             let request = [&MAGIC[..], &[VERSION, REQUEST, transport::VXLAN as u8, 0], &[7; 4], &[0; 36]].concat();
             let request = seal(ip(egress, server, UDP, &[], &udp(PORT, PORT, &request)));
@@ -66,7 +67,7 @@ fn an_answer_to_a_probe_says_up_to_which_revision_the_askers_leases_are_in_the_t
 #[test]
 fn the_outer_headers_are_those_that_the_device_writes() {
     for underlay in UNDERLAYS {
-        let Some(mut rig) = Rig::new("transport-vxlan", &view(underlay, transport::VXLAN)) else { return };
+        let Some(mut rig) = Reused::new("transport-vxlan", &view(underlay, transport::VXLAN)) else { return };
         for (pod, server, egress) in families() {
             for congestion in 0..4u8 {
                 let mut frame = seal(ip(pod, server, UDP, &[], &udp(4000, 53, b"question")));
@@ -120,7 +121,7 @@ fn packets_too_large_for_their_transport_are_answered_with_the_right_mtu() {
             let config = view.config.as_mut().unwrap();
             (config.room, config.flags) = (1430, respect);
             let fits = if transport == transport::DIRECT { 1500 } else { 1430 };
-            let Some(mut rig) = Rig::new("too-large", &view) else { return };
+            let Some(mut rig) = Reused::new("too-large", &view) else { return };
             for (pod, server, _) in families() {
                 let header = if pod.is_ipv4() { 20 } else { 40 };
                 let datagram = |len: usize| {
@@ -163,7 +164,7 @@ fn packets_too_large_for_their_transport_are_answered_with_the_right_mtu() {
 #[test]
 fn direct_changes_nothing_but_the_mac_addresses() {
     for underlay in UNDERLAYS {
-        let Some(mut rig) = Rig::new("transport-direct", &view(underlay, transport::DIRECT)) else { return };
+        let Some(mut rig) = Reused::new("transport-direct", &view(underlay, transport::DIRECT)) else { return };
         for (pod, server, egress) in families() {
             let frame = seal(ip(pod, server, TCP, &[], &tcp(4000, 443, 2, &[])));
             let (verdict, out) = rig.run("pod_egress", &frame);
@@ -186,7 +187,7 @@ fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_tha
             let own = EgressView { gateway: Some(scenes::node(0)), forwards: true, ..EgressView::default() };
             view.egress_ips.insert(addr(CARRIED), own);
         }
-        let Some(mut rig) = Rig::new("transport-reply", &view) else { return };
+        let Some(mut rig) = Reused::new("transport-reply", &view) else { return };
         for (pod, server, egress) in families() {
             let (verdict, out) = rig.run("pod_egress", &seal(ip(pod, server, UDP, &[], &udp(4000, 53, b"question"))));
             assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
@@ -216,7 +217,7 @@ fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_tha
 #[test]
 fn ordinary_outer_headers_are_stripped_and_others_are_left_to_the_device() {
     for [ours, theirs] in UNDERLAYS {
-        let Some(mut rig) = Rig::new("transport-strip", &gateway([ours, theirs])) else { return };
+        let Some(mut rig) = Reused::new("transport-strip", &gateway([ours, theirs])) else { return };
         let port = port_block::first_port(OTHER_BLOCK);
         for (_, server, egress) in families() {
             let inner = seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[])));
@@ -310,7 +311,7 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
     view.nodes.insert(scenes::node(2), vec![addr("10.0.0.4")]);
     view.macs.insert(THEIR_MAC, scenes::node(1));
     view.macs.insert([2, 0, 0, 0, 0, 4], scenes::node(2));
-    let Some(mut rig) = Rig::new("transport-mac", &view) else { return };
+    let Some(mut rig) = Reused::new("transport-mac", &view) else { return };
     let port = port_block::first_port(OTHER_BLOCK);
     for (_, server, egress) in families() {
         let from = |mac: [u8; 6], port: u16| {

@@ -1,11 +1,15 @@
 //! A gateway whose interfaces are TAP devices: the programs at TC receive frames as from a wire, and what they send is seen as on a wire. A
 //! test run neither accepts nor shows a VLAN tag there, since the kernel keeps it outside the frame.
 
-use super::{frames::HOST_MAC, native::next_hops, rig::Rig};
+use super::{
+    frames::HOST_MAC,
+    native::next_hops,
+    rig::{Rig, SIZES},
+};
 use crate::{
     datapath::{
         attach::{Attacher, mode},
-        load::{Programs, Sizes},
+        load::Programs,
     },
     host::testing::Net,
 };
@@ -88,7 +92,7 @@ impl Wire {
         }
         let outlets = ["out", "under"].map(Tap::new);
         let (uplink, underlay) = next_hops(&net).await;
-        let programs = Programs::load_lazily(rig.pins(), Sizes { max_flows: 4096, ..Sizes::default() }).unwrap();
+        let programs = Programs::load_lazily(rig.pins(), SIZES).unwrap();
         let mut attacher = Attacher::new(programs, rig.pins().clone(), mode());
         let errors = attacher.sync(&wanted, &live, true);
         assert!(errors.is_empty(), "{errors:?}");

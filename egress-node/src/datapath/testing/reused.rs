@@ -1,0 +1,140 @@
+//! Loaded programs that serve one test after the other: the verifier takes most of the time of a test of single packets.
+
+use super::{
+    BpfDir, bpf,
+    rig::{Rig, SIZES},
+};
+use crate::datapath::{Pins, batch};
+use aya::maps::{Map, MapData, MapType, RingBuf};
+use egress_core::encode::NodeView;
+use nix::errno::Errno;
+use std::{
+    fs, io,
+    ops::{Deref, DerefMut},
+    os::fd::{AsFd as _, AsRawFd as _},
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
+
+/// The rigs that no test uses now.
+static SPARE: Mutex<Vec<Rig>> = Mutex::new(Vec::new());
+static MADE: AtomicUsize = AtomicUsize::new(0);
+
+/// A rig that another test may get afterwards, with empty maps. A test that fails keeps its own.
+///
+/// For tests that only run programs: what is attached, pinned or loaded in place of the programs would stay.
+pub struct Reused(Option<Rig>);
+
+impl Reused {
+    /// `None`, and a line that says so, if this process may not load programs.
+    pub fn new(test: &str, view: &NodeView) -> Option<Self> {
+        let spare = SPARE.lock().unwrap().pop();
+        let rig = match spare {
+            Some(mut rig) => {
+                empty(rig.pins()).unwrap();
+                rig.restart(view);
+                rig
+            }
+            None => {
+                let number = MADE.fetch_add(1, Relaxed);
+                if number == 0 {
+                    // SAFETY: the function takes and returns nothing, and does not unwind.
+                    unsafe { libc::atexit(remove_spare) };
+                }
+                Rig::in_dir(BpfDir::named(test, &format!("reused-{number}"))?, view, SIZES)
+            }
+        };
+        Some(Self(Some(rig)))
+    }
+}
+
+/// Removes the pins: the harness ends the process without dropping what is static.
+extern "C" fn remove_spare() {
+    if let Ok(mut spare) = SPARE.lock() {
+        spare.clear();
+    }
+}
+
+impl Deref for Reused {
+    type Target = Rig;
+
+    fn deref(&self) -> &Rig {
+        self.0.as_ref().unwrap()
+    }
+}
+
+impl DerefMut for Reused {
+    fn deref_mut(&mut self) -> &mut Rig {
+        self.0.as_mut().unwrap()
+    }
+}
+
+impl Drop for Reused {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            SPARE.lock().unwrap().extend(self.0.take());
+        }
+    }
+}
+
+/// Empties all pinned maps. The collector's timer goes with its map's element.
+fn empty(pins: &Pins) -> io::Result<()> {
+    for entry in fs::read_dir(pins.maps())? {
+        let map = MapData::from_pin(entry?.path()).map_err(io::Error::other)?;
+        match map.info().and_then(|info| info.map_type()).map_err(io::Error::other)? {
+            MapType::Array | MapType::PerCpuArray => fill_with_zeros(&map)?,
+            MapType::Queue => while call(BPF_MAP_LOOKUP_AND_DELETE_ELEM, &map, None)?.is_some() {},
+            MapType::RingBuf => {
+                let mut events = RingBuf::try_from(Map::RingBuf(map)).map_err(io::Error::other)?;
+                while events.next().is_some() {}
+            }
+            _ => remove_all(&map)?,
+        }
+    }
+    Ok(())
+}
+
+fn fill_with_zeros(map: &MapData) -> io::Result<()> {
+    let info = map.info().map_err(io::Error::other)?;
+    let value = match info.map_type().map_err(io::Error::other)? {
+        MapType::PerCpuArray => {
+            info.value_size().next_multiple_of(8) as usize * aya::util::nr_cpus().map_err(|e| e.1)?
+        }
+        _ => info.value_size() as usize,
+    };
+    let keys: Vec<u8> = (0..info.max_entries()).flat_map(u32::to_ne_bytes).collect();
+    batch::put(map, &keys, &vec![0; info.max_entries() as usize * value])
+}
+
+fn remove_all(map: &MapData) -> io::Result<()> {
+    let mut keys: Vec<Vec<u8>> = Vec::new();
+    while let Some(next) = call(BPF_MAP_GET_NEXT_KEY, map, keys.last().map(Vec::as_slice))? {
+        keys.push(next);
+    }
+    for key in keys {
+        call(BPF_MAP_DELETE_ELEM, map, Some(&key))?;
+    }
+    Ok(())
+}
+
+/// Calls `bpf(2)` with a key, if any, and returns what it answers with, or `None` where there is no such entry.
+fn call(command: i64, map: &MapData, key: Option<&[u8]>) -> io::Result<Option<Vec<u8>>> {
+    let info = map.info().map_err(io::Error::other)?;
+    let mut answer = vec![0u8; info.key_size().max(info.value_size()) as usize];
+    let to = if command == BPF_MAP_DELETE_ELEM { 0 } else { answer.as_mut_ptr() as u64 };
+    match bpf(command, &[map.fd().as_fd().as_raw_fd() as u64, key.map_or(0, |key| key.as_ptr() as u64), to]) {
+        Ok(()) => {
+            answer.truncate(info.key_size() as usize);
+            Ok(Some(answer))
+        }
+        Err(error) if error.raw_os_error() == Some(Errno::ENOENT as i32) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Commands of `bpf(2)` (linux/bpf.h).
+const BPF_MAP_DELETE_ELEM: i64 = 3;
+const BPF_MAP_GET_NEXT_KEY: i64 = 4;
+const BPF_MAP_LOOKUP_AND_DELETE_ELEM: i64 = 21;
