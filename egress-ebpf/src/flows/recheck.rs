@@ -1,14 +1,18 @@
-//! Flows under tables that have changed since they were checked, and connections that open again.
+//! Flows under tables that have changed since they were checked, and connections that open again. Few packets come here, so it is a step of
+//! its own: within others the verifier would follow each of their paths through it.
 
 use crate::{
     flows::{
-        firewall,
-        table::{reverse_key, reverse_state},
+        firewall, key,
+        table::{forget, reverse_key, reverse_state},
     },
-    headers::fields::proto,
+    headers::{fields::proto, packet::Packet},
     tables::{
         classify::{self, Class},
+        datagram,
         family::Family,
+        maps::CONFIG,
+        trace::{self, Step},
     },
 };
 use egress_common::{
@@ -16,8 +20,13 @@ use egress_common::{
     flow::{Flow, FlowKey, is_pair, kind},
     tcp,
     traffic::OTHER,
-    verdict::Counter,
+    verdict::{Counter, Verdict},
 };
+
+/// What [`recheck`] returns for a flow that stays, perhaps severed: no verdict has these bits.
+pub const KEPT: u64 = u64::MAX - 5;
+/// What it returns if there is no flow, or no longer.
+pub const GONE: u64 = u64::MAX - 6;
 
 /// The generation of the tables, to be read before anything is classified by them: a change in between makes the flow
 /// be checked again.
@@ -28,7 +37,7 @@ pub fn generation(config: &DatapathConfig) -> u32 {
 }
 
 /// What becomes of a flow that was classified under an older configuration, or whose connection opens again.
-pub enum Check {
+enum Check {
     /// The flow is as good as new, or severed.
     Keep,
     /// A new flow takes its place, if a policy still matches its packets.
@@ -37,9 +46,51 @@ pub enum Check {
     Drop(Counter),
 }
 
+/// Whether the tables are those that a flow was checked against.
+#[inline(always)]
+pub fn is_current(config: &DatapathConfig, flow: &Flow) -> bool {
+    flow.config_generation == generation(config)
+}
+
+/// Checks the flow of a pod's packet against the present tables: [`KEPT`], [`GONE`], or a verdict's bits. `at_exit` is 1 where the pod's
+/// interface is no longer known and no new flow can take the place of this one.
+#[inline(always)]
+pub fn recheck<F: Family>(pkt: &Packet, at_exit: u32) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return GONE };
+    let Ok(ip) = F::parse(pkt) else { return GONE };
+    let t = datagram::transport::<F>(pkt, &ip);
+    let key = key::of_pod(&ip, &t);
+    let Some(flow) = F::flows().get_ptr_mut(&key) else { return GONE };
+    // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+    let flow = unsafe { &mut *flow };
+    if at_exit != 0 {
+        return match check::<F>(config, &key, flow, false) {
+            Check::Keep => KEPT,
+            Check::Anew | Check::Drop(_) => GONE,
+        };
+    }
+    let check = if flow.ifindex == pkt.ifindex() {
+        check::<F>(config, &key, flow, t.opens())
+    } else if classify::is_spoofed::<F>(pkt, key.src) {
+        Check::Drop(Counter::DropSpoofed)
+    } else {
+        // The pod is behind another interface now: the old record would lead replies astray.
+        Check::Anew
+    };
+    match check {
+        Check::Keep => KEPT,
+        Check::Anew => {
+            trace::note(Step::Anew, 0, 0);
+            forget::<F>(&key, flow);
+            GONE
+        }
+        Check::Drop(counter) => Verdict::Drop(counter).to_bits(),
+    }
+}
+
 /// Checks a flow against the present tables. A flow that stays gets their generation.
 #[inline(always)]
-pub fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
+fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, opening: bool) -> Check {
     let generation = generation(config);
     // A connection that opens again under the same tables keeps its policy.
     let policy = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
@@ -84,14 +135,6 @@ pub fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Fl
     }
 }
 
-/// Whether a packet of this flow may leave as the flow says: under the present tables, even if it was checked under older ones.
-#[inline(always)]
-pub fn is_in_force<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow) -> bool {
-    let checked =
-        flow.config_generation == generation(config) || matches!(check::<F>(config, key, flow, false), Check::Keep);
-    checked && flow.kind == kind::TRANSLATED
-}
-
 /// A SYN with the ports of a flow in the table: the flow starts with a clean state and keeps its slot, unless it may choose another one
 /// (`false`). It may if nobody has answered yet or the previous connection is closed. It does so if its slot is unusable; after a
 /// closed connection also if the tables have changed, so that slots added to the policy get their part.
@@ -121,4 +164,8 @@ fn reopen<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow,
     flow.back = 0;
     flow.pending = pending;
     true
+}
+
+once! {
+    recheck(recheck_v4, recheck_v6) = recheck(at_exit: u32);
 }

@@ -24,9 +24,13 @@ use crate::{
 use egress_common::{
     config::DatapathConfig,
     egress::flags,
+    flow::kind,
     tcp,
     verdict::{Counter, Verdict},
 };
+
+/// What [`caught`] returns for a flow that must be checked first: no verdict has these bits.
+const CHECK: u64 = u64::MAX;
 
 /// ICMPv6 types of neighbor discovery (RFC 4861, section 4).
 const DISCOVERY: core::ops::RangeInclusive<u8> = 133..=137;
@@ -50,7 +54,14 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
         }
     }
     if pkt.is_noted(note::ASKED) || forwarded && once::selected::<F>(pkt) != 0 {
-        let verdict = once::caught::<F>(pkt);
+        // The tables may have changed since `pod_egress` checked the flow.
+        let verdict = match once::caught::<F>(pkt) {
+            CHECK if recheck::once::recheck::<F>(pkt, 1) == recheck::KEPT => once::caught::<F>(pkt),
+            verdict => verdict,
+        };
+        if verdict == CHECK {
+            return Verdict::Drop(Counter::DropSevered).to_bits();
+        }
         if verdict != Verdict::Pass.to_bits() {
             return verdict;
         }
@@ -115,7 +126,7 @@ fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) ->
 }
 
 /// A packet that may be a selected pod's: one of a translated flow is sent, whatever happened to its marks on the path to here.
-/// A verdict's bits.
+/// A verdict's bits, or [`CHECK`].
 #[inline(always)]
 pub fn caught<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -127,8 +138,10 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
     {
         // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
         let flow = unsafe { &mut *flow };
-        // The tables may have changed since `pod_egress` checked it.
-        if !recheck::is_in_force::<F>(config, &key, flow) {
+        if !recheck::is_current(config, flow) {
+            return CHECK;
+        }
+        if flow.kind != kind::TRANSLATED {
             return Verdict::Drop(Counter::DropSevered).to_bits();
         }
         let Some(taken) = table::taken(&key, flow) else { return Verdict::Drop(Counter::DropUnknownFlow).to_bits() };

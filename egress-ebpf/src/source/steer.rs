@@ -4,8 +4,8 @@ use crate::{
     flows::{
         collect, ended, firewall, inbound, key,
         ports::{self, EEXIST},
-        recheck::{self, Check},
-        table::{Taken, enter, forget, mend_reverse, remove, reverse_key, reverse_value, taken, ticket},
+        recheck,
+        table::{Taken, enter, mend_reverse, remove, reverse_key, reverse_value, taken, ticket},
     },
     headers::{
         fields::{Ip, Kind, L4Header, Part},
@@ -45,14 +45,8 @@ const ENTERED: u64 = u64::MAX - 2;
 const ASK: u64 = u64::MAX - 4;
 /// What both return for a fragment that waits for its first one, or that others wait for.
 const GATHER: u64 = u64::MAX - 3;
-
-/// What the flow table says about a packet.
-enum Known {
-    /// Decided.
-    Done(Verdict),
-    /// There is no flow, or no longer.
-    Unknown,
-}
+/// What [`established`] returns for a flow that must be checked first.
+const CHECK: u64 = u64::MAX - 7;
 
 /// Classifies a pod's packet, finds or makes its flow, translates and sends it.
 ///
@@ -61,9 +55,9 @@ enum Known {
 /// others.
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
-    let verdict = match once::established::<F>(pkt) {
+    let verdict = match checked::<F>(pkt, 0) {
         UNKNOWN => match opening::<F>(pkt) {
-            ENTERED => match once::established::<F>(pkt) {
+            ENTERED => match checked::<F>(pkt, 1) {
                 // The flow was removed, or became unusable, between its entry and its look-up.
                 UNKNOWN => Verdict::Drop(Counter::DropSevered).to_bits(),
                 verdict => verdict,
@@ -91,6 +85,21 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
         service::LOOK => service::once::unless_own::<F>(pkt, verdict as u32),
         _ => verdict,
     }
+}
+
+/// A packet of a flow that is in the table, if need be after a check of the flow. `fresh` is 1 if the flow was just made.
+#[inline(always)]
+fn checked<F: Family>(pkt: &Packet, fresh: u32) -> u64 {
+    let verdict = match once::established::<F>(pkt, fresh) {
+        CHECK => match recheck::once::recheck::<F>(pkt, 0) {
+            recheck::KEPT => once::established::<F>(pkt, 1),
+            recheck::GONE => UNKNOWN,
+            dropped => dropped,
+        },
+        verdict => verdict,
+    };
+    // The tables have changed again meanwhile.
+    if verdict == CHECK { Verdict::Drop(Counter::DropSevered).to_bits() } else { verdict }
 }
 
 /// The first packet of a flow. Before it is refused for lack of room, ended flows are removed.
@@ -129,9 +138,9 @@ fn refused<F: Family>(pkt: &Packet, counter: u32) {
     }
 }
 
-/// A packet of a flow that is in the table.
+/// A packet of a flow that is in the table. `fresh` is 1 if the flow was just made or checked.
 #[inline(always)]
-pub fn established<F: Family>(pkt: &Packet) -> u64 {
+pub fn established<F: Family>(pkt: &Packet, fresh: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return UNKNOWN };
     let t = datagram::transport::<F>(pkt, &ip);
@@ -147,10 +156,11 @@ pub fn established<F: Family>(pkt: &Packet) -> u64 {
         return Verdict::Pass.to_bits();
     };
     // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
-    match known::<F>(pkt, config, &ip, &t, &key, unsafe { &mut *flow }) {
-        Known::Done(verdict) => verdict.to_bits(),
-        Known::Unknown => UNKNOWN,
+    let flow = unsafe { &mut *flow };
+    if flow.ifindex != pkt.ifindex() || !recheck::is_current(config, flow) || fresh == 0 && t.opens() {
+        return CHECK;
     }
+    known::<F>(pkt, config, &ip, &t, &key, flow).map_or(UNKNOWN, Verdict::to_bits)
 }
 
 /// A packet without a flow, if it passes the gate: makes a flow, or returns what else happens to the packet.
@@ -172,6 +182,7 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
+/// The verdict on a packet of this flow, or `None` if there no longer is one.
 #[inline(always)]
 fn known<F: Family>(
     pkt: &Packet,
@@ -180,35 +191,15 @@ fn known<F: Family>(
     t: &L4Header,
     key: &FlowKey<F>,
     flow: &mut Flow,
-) -> Known {
-    if flow.ifindex != pkt.ifindex() {
-        if classify::is_spoofed::<F>(pkt, key.src) {
-            return Known::Done(Verdict::Drop(Counter::DropSpoofed));
-        }
-        // The pod is behind another interface now: the old record would lead replies astray.
-        forget::<F>(key, flow);
-        return Known::Unknown;
-    }
-    let opening = t.opens();
-    if flow.config_generation != config.generation || opening {
-        match recheck::check::<F>(config, key, flow, opening) {
-            Check::Keep => {}
-            Check::Anew => {
-                trace::note(Step::Anew, 0, 0);
-                forget::<F>(key, flow);
-                return Known::Unknown;
-            }
-            Check::Drop(counter) => return Known::Done(Verdict::Drop(counter)),
-        }
-    }
-    let Some(taken) = taken(key, flow) else { return Known::Unknown };
+) -> Option<Verdict> {
+    let taken = taken(key, flow)?;
     trace::note(Step::Flow, flow.policy as u32, 0);
     let now = now_tick();
     if flow.last_seen != now {
         flow.last_seen = now;
         if !mend_reverse::<F>(pkt, key, flow, now) {
             remove::<F>(key, flow, now);
-            return Known::Unknown;
+            return None;
         }
     }
     if t.kind == Kind::Tcp {
@@ -225,7 +216,7 @@ fn known<F: Family>(
     } else if t.kind == Kind::Udp && udp::is_question(flow.state) {
         flow.state = udp::sent(flow.state);
     }
-    Known::Done(match taken.kind {
+    Some(match taken.kind {
         kind::TRANSLATED => go::<F>(pkt, config, ip, t, &taken),
         _ => Verdict::Drop(Counter::DropSevered),
     })
@@ -398,6 +389,6 @@ fn go<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header
 }
 
 once! {
-    established(established_v4, established_v6) = established();
+    established(established_v4, established_v6) = established(fresh: u32);
     first(first_v4, first_v6) = first();
 }

@@ -101,7 +101,7 @@ enum Miss {
 /// second miss counts.
 #[inline(always)]
 fn copied<K, V: Checked<K>, const M: usize, const F: usize>(map: &HashMap<K, V, M, F>, key: &K) -> Result<V, Miss> {
-    for _ in 0..READS {
+    for _ in 0..reads() {
         let Some(entry) = map.get_ptr(key).or_else(|| map.get_ptr(key)) else { return Err(Miss::Absent) };
         // SAFETY: a pointer into the map.
         let copy = unsafe { entry.read_volatile() };
@@ -110,6 +110,15 @@ fn copied<K, V: Checked<K>, const M: usize, const F: usize>(map: &HashMap<K, V, 
         }
     }
     Err(Miss::Changing)
+}
+
+/// [`READS`], hidden from LLVM, which would unroll the loop. The programs are a seventh smaller with it, and the verifier takes a tenth less time.
+#[inline(always)]
+fn reads() -> u32 {
+    let reads: u32;
+    // SAFETY: it only sets the register.
+    unsafe { core::arch::asm!("{0} = {1}", out(reg) reads, const READS, options(pure, nomem, nostack)) };
+    reads
 }
 
 /// Whether the pod with this address has another number than `id`: it is not the one that had the address before.
