@@ -191,8 +191,9 @@ fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
     Ok(())
 }
 
-/// The first process of the guest. Its output goes to the host. It loads `tun`, since the device file that would do so comes with the
-/// module.
+/// The first process of the guest. Its output goes to the host. It starts the second processor: while a kernel starts, it patches its own
+/// code, and in QEMU's emulation one that runs what another patches may panic (`Oops: int3`). It loads `tun`, since the device file that
+/// would do so comes with the module.
 fn init(extent: Extent) -> String {
     let unit = if extent == Extent::Loading { LOADING } else { UNIT };
     format!(
@@ -203,6 +204,7 @@ fn init(extent: Extent) -> String {
          mount -t proc proc /proc\nmount -t sysfs sys /sys\nmount -t devtmpfs dev /dev\n\
          mount -t tmpfs tmp /tmp\nmount -t tmpfs run /run\nmount -t bpf bpf /sys/fs/bpf\nln -s /run /var/run\n\
          mkdir -p /run/netns /root\n\
+         echo 1 > /sys/devices/system/cpu/cpu1/online\n\
          modprobe tun\n\
          /sbin/ip link set lo up\n\
          cd /tmp\n\
@@ -221,6 +223,6 @@ fn qemu(vmlinux: &Path, initrd: &Path) -> Command {
     command.args(["-M", "pc", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", PROCESSORS, "-m", MEMORY]);
     command.args(["-nodefaults", "-display", "none", "-serial", "stdio", "-no-reboot"]);
     command.arg("-kernel").arg(vmlinux).arg("-initrd").arg(initrd);
-    command.args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check rdinit=/init"]);
+    command.args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check maxcpus=1 rdinit=/init"]);
     command
 }
