@@ -260,7 +260,13 @@ impl Agent {
             let object = EgressNode::joining(self.node.as_str(), self.machine.facts().is_named());
             // The cache shows it soon; then its status is written.
             self.machine.handle_news();
-            return self.writing.begin_task(async move { store.create(&object).await.map(drop) });
+            return self.writing.begin_task(async move {
+                // The controller makes it, too. Where many nodes join, each refused write counts.
+                match store.has::<EgressNode>(&Key::of(&object)).await {
+                    true => Ok(()),
+                    false => store.create(&object).await.map(drop),
+                }
+            });
         };
         let status = status::status(self, present.status.as_ref(), Timestamp::now());
         let settled =

@@ -50,6 +50,8 @@ pub(crate) trait Backend: Send + Sync {
     fn changes(&self) -> watch::Receiver<u64>;
     /// Waits until `list` shows everything that Spillway's processes wrote before the call.
     fn refresh(&self) -> BoxFuture<'static, ()>;
+    /// Whether the source has an object, which `get` may not show yet. Afterwards it does.
+    fn has(&self, target: ObjectRef) -> BoxFuture<'static, bool>;
     /// Writes, and returns the resulting object. When it returns, `list` shows the write.
     fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>>;
     /// Notes what happened to an object for users, if there is a place for it. Does not wait.
@@ -210,6 +212,11 @@ impl Store {
     /// decision must not be based on an old state, although no write would conflict with a newer one.
     pub async fn refresh(&self) {
         self.backend.refresh().await;
+    }
+
+    /// Whether the source has an object, which [`Store::get`] may not show yet. Afterwards it does. `false` if the source does not answer.
+    pub async fn has<T: Stored>(&self, key: &Key) -> bool {
+        self.backend.has(ObjectRef { kind: T::KIND, key: key.clone() }).await
     }
 
     /// What is wrong with the source of the objects: for example broken files. The last good version of an object with

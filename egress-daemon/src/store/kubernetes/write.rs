@@ -66,9 +66,7 @@ pub(super) async fn write(
                 StoreError::NotFound(target) => cache.gone(target, &object),
                 // The answer to the last renewal was lost: a watch that is late must not cost the next ones.
                 StoreError::Conflict(target) | StoreError::AlreadyExists(target) if target.kind == Kind::Lease => {
-                    if let Some(present) = read(&api, target).await {
-                        cache.wrote(target.kind, present);
-                    }
+                    read(&api, &cache, target).await;
                 }
                 _ => {}
             }
@@ -97,10 +95,17 @@ pub(super) async fn write(
     Ok(written)
 }
 
-/// An object as the API server has it now, if it answers.
-async fn read(api: &Api<DynamicObject>, target: &ObjectRef) -> Option<Value> {
-    let list = tokio::time::timeout(REQUEST, api.list(&by_name(&target.key.name))).await.ok()?.ok()?;
-    list.items.first().map(|object| value(target.kind, object))
+/// Whether the API server has an object, which the cache then shows. `false` if it does not answer.
+pub(super) async fn has(client: Client, cache: Arc<Cache>, target: ObjectRef) -> bool {
+    let api = of_kind(client, target.kind, &target.kind.resource());
+    read(&api, &cache, &target).await
+}
+
+/// The same for the API of the object's kind.
+async fn read(api: &Api<DynamicObject>, cache: &Cache, target: &ObjectRef) -> bool {
+    let Ok(Ok(list)) = tokio::time::timeout(REQUEST, api.list(&by_name(&target.key.name))).await else { return false };
+    let present = list.items.first().map(|object| cache.wrote(target.kind, value(target.kind, object)));
+    present.is_some()
 }
 
 async fn send(

@@ -57,3 +57,16 @@ async fn a_lease_is_read_again_when_its_renewal_conflicts() {
     assert!(matches!(renew().await, Err(StoreError::Conflict(_))));
     assert_eq!(version(&renew().await.unwrap()), "8");
 }
+
+/// The watch is late: the API server is asked, and the cache shows its answer.
+#[tokio::test]
+async fn an_object_that_the_cache_does_not_show_yet_is_found() {
+    let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases");
+    let present = Router::new().route(&leases, get(list)).with_state(Arc::new(Mutex::new(7)));
+    let target = ObjectRef { kind: Kind::Lease, key: Key::namespaced(LEASE_NAMESPACE, &gateway_lease("a")) };
+    let cache = Arc::new(Cache::default());
+    assert!(!has(Client::new(Router::new(), "default"), cache.clone(), target.clone()).await);
+    assert!(cache.get(target.kind, &target.key).is_none());
+    assert!(has(Client::new(present, "default"), cache.clone(), target.clone()).await);
+    assert!(cache.get(target.kind, &target.key).is_some());
+}
