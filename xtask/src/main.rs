@@ -45,7 +45,7 @@ enum Command {
     Image(image::Args),
     /// Write the CRDs that are generated from the code into manifests/crds
     Codegen(codegen::Args),
-    /// Check the rules that no compiler checks: module edges, file sizes, links, formatting
+    /// Check the rules that no compiler checks: module docs, file sizes, unreached files, links, formatting
     Tidy,
     /// Run connections and changes of every kind for as long as you like, and judge what a server sees
     Soak(soak::Args),
