@@ -55,8 +55,8 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     }
     if pkt.is_noted(note::ASKED) || forwarded && once::selected::<F>(pkt) != 0 {
         // The tables may have changed since `pod_egress` checked the flow.
-        let verdict = match once::caught::<F>(pkt) {
-            CHECK if recheck::once::recheck::<F>(pkt, 1) == recheck::KEPT => once::caught::<F>(pkt),
+        let verdict = match once::caught::<F>(pkt, 0) {
+            CHECK if recheck::once::recheck::<F>(pkt, 1) == recheck::KEPT => once::caught::<F>(pkt, 1),
             verdict => verdict,
         };
         if verdict == CHECK {
@@ -126,9 +126,9 @@ fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) ->
 }
 
 /// A packet that may be a selected pod's: one of a translated flow is sent, whatever happened to its marks on the path to here.
-/// A verdict's bits, or [`CHECK`].
+/// A verdict's bits, or [`CHECK`]. `checked` is 1 if the flow was just checked.
 #[inline(always)]
-pub fn caught<F: Family>(pkt: &Packet) -> u64 {
+pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
     let t = datagram::transport::<F>(pkt, &ip);
@@ -138,7 +138,7 @@ pub fn caught<F: Family>(pkt: &Packet) -> u64 {
     {
         // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
         let flow = unsafe { &mut *flow };
-        if !recheck::is_current(config, flow) {
+        if checked == 0 && !recheck::is_current(config, flow) {
             return CHECK;
         }
         if flow.kind != kind::TRANSLATED {
@@ -184,5 +184,5 @@ fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L
 once! {
     selected(selected_v4, selected_v6) = selected();
     as_egress_ip(as_egress_ip_v4, as_egress_ip_v6) = as_egress_ip(index: u32);
-    caught(caught_v4, caught_v6) = caught();
+    caught(caught_v4, caught_v6) = caught(checked: u32);
 }

@@ -48,6 +48,13 @@ const GATHER: u64 = u64::MAX - 3;
 /// What [`established`] returns for a flow that must be checked first.
 const CHECK: u64 = u64::MAX - 7;
 
+/// What is known of the flow of a packet before it is looked up: nothing.
+const ANY: u32 = 0;
+/// This packet has made it: its SYN does not open it again.
+const MADE: u32 = 1;
+/// It was just checked, and what the tables have become since is for the next packet.
+const CHECKED: u32 = 2;
+
 /// Classifies a pod's packet, finds or makes its flow, translates and sends it.
 ///
 /// The functions run in sequence, not nested: the variables of two do not fit the 512 bytes of stack that a chain of calls
@@ -55,9 +62,9 @@ const CHECK: u64 = u64::MAX - 7;
 /// others.
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
-    let verdict = match checked::<F>(pkt, 0) {
+    let verdict = match checked::<F>(pkt, ANY) {
         UNKNOWN => match opening::<F>(pkt) {
-            ENTERED => match checked::<F>(pkt, 1) {
+            ENTERED => match checked::<F>(pkt, MADE) {
                 // The flow was removed, or became unusable, between its entry and its look-up.
                 UNKNOWN => Verdict::Drop(Counter::DropSevered).to_bits(),
                 verdict => verdict,
@@ -87,18 +94,18 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet of a flow that is in the table, if need be after a check of the flow. `fresh` is 1 if the flow was just made.
+/// A packet of a flow that is in the table, if need be after a check of the flow.
 #[inline(always)]
-fn checked<F: Family>(pkt: &Packet, fresh: u32) -> u64 {
-    let verdict = match once::established::<F>(pkt, fresh) {
+fn checked<F: Family>(pkt: &Packet, known: u32) -> u64 {
+    let verdict = match once::established::<F>(pkt, known) {
         CHECK => match recheck::once::recheck::<F>(pkt, 0) {
-            recheck::KEPT => once::established::<F>(pkt, 1),
+            recheck::KEPT => once::established::<F>(pkt, CHECKED),
             recheck::GONE => UNKNOWN,
             dropped => dropped,
         },
         verdict => verdict,
     };
-    // The tables have changed again meanwhile.
+    // Another interface's flow has taken its place meanwhile.
     if verdict == CHECK { Verdict::Drop(Counter::DropSevered).to_bits() } else { verdict }
 }
 
@@ -138,9 +145,9 @@ fn refused<F: Family>(pkt: &Packet, counter: u32) {
     }
 }
 
-/// A packet of a flow that is in the table. `fresh` is 1 if the flow was just made or checked.
+/// A packet of a flow that is in the table; `known` is [`ANY`], [`MADE`] or [`CHECKED`].
 #[inline(always)]
-pub fn established<F: Family>(pkt: &Packet, fresh: u32) -> u64 {
+pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return UNKNOWN };
     let t = datagram::transport::<F>(pkt, &ip);
@@ -157,10 +164,11 @@ pub fn established<F: Family>(pkt: &Packet, fresh: u32) -> u64 {
     };
     // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
     let flow = unsafe { &mut *flow };
-    if flow.ifindex != pkt.ifindex() || !recheck::is_current(config, flow) || fresh == 0 && t.opens() {
+    let is_stale = known != CHECKED && !recheck::is_current(config, flow) || known == ANY && t.opens();
+    if flow.ifindex != pkt.ifindex() || is_stale {
         return CHECK;
     }
-    known::<F>(pkt, config, &ip, &t, &key, flow).map_or(UNKNOWN, Verdict::to_bits)
+    proceed::<F>(pkt, config, &ip, &t, &key, flow).map_or(UNKNOWN, Verdict::to_bits)
 }
 
 /// A packet without a flow, if it passes the gate: makes a flow, or returns what else happens to the packet.
@@ -184,7 +192,7 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
 
 /// The verdict on a packet of this flow, or `None` if there no longer is one.
 #[inline(always)]
-fn known<F: Family>(
+fn proceed<F: Family>(
     pkt: &Packet,
     config: &DatapathConfig,
     ip: &Ip<F>,
@@ -389,6 +397,6 @@ fn go<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header
 }
 
 once! {
-    established(established_v4, established_v6) = established(fresh: u32);
+    established(established_v4, established_v6) = established(known: u32);
     first(first_v4, first_v6) = first();
 }
