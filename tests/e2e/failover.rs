@@ -163,6 +163,8 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
         let clients = Family::BOTH
             .map(|family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 30, TcpOptions::default()));
         let clients = clients.into_iter().collect::<Result<Vec<_>>>()?;
+        // The first gateway that reports is given all of them; half of them move.
+        wait_for("gw1 carries its share", PATIENCE, || Ok(carried(lab, "gw1", &HOSTS).len() == 2))?;
         let before: Vec<(IpAddr, Option<String>)> = all_of(&HOSTS).into_iter().map(|ip| (ip, owner(lab, ip))).collect();
         let capture = Capture::start(&server.ns, "eth0")?;
 
