@@ -80,6 +80,8 @@ fn heirs(
             before.inspect(|node| give(loads, *at, *node)).is_none()
         });
     }
+    // As in the passes above, those that never keep their previous one come last: otherwise the next plan would choose differently.
+    rest.sort_by_key(|at| items[*at].first || items[*at].zoned);
     for at in rest {
         if let Some(heir) = heir(&items[at], at, nodes, loads, &decisions[at]) {
             give(loads, at, heir);
