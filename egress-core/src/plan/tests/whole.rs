@@ -159,8 +159,8 @@ fn check_balance(world: &TestCluster, plan: &Plan) -> Result<(), TestCaseError> 
         || snapshot.pools.values().any(|p| p.max_per_node.is_some());
     // One that waits for its gateway counts there, and stays where it is until then.
     let returns_to = |ip: &crate::plan::EgressIpPlan| {
-        let preferred = ip.preferred.as_ref().filter(|node| ip.owner.as_ref() != Some(*node));
-        preferred.filter(|node| well(&snapshot.nodes[*node], health)).cloned()
+        let owner = ip.owner.as_ref().filter(|node| well(&snapshot.nodes[*node], health))?;
+        ip.preferred.as_ref().filter(|node| *node != owner && well(&snapshot.nodes[*node], health)).cloned()
     };
     let load = |node: &Node| {
         let floating = plan.egress_ips.values().filter(|ip| !ip.fixed);
