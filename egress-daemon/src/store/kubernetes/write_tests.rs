@@ -19,6 +19,15 @@ fn lease(version: u64) -> Value {
     })
 }
 
+/// Where leases are listed.
+fn leases() -> String {
+    format!("/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases")
+}
+
+fn target() -> ObjectRef {
+    ObjectRef { kind: Kind::Lease, key: Key::namespaced(LEASE_NAMESPACE, &gateway_lease("a")) }
+}
+
 /// The version of the API server's only lease.
 type Stored = State<Arc<Mutex<u64>>>;
 
@@ -42,12 +51,12 @@ async fn list(State(stored): Stored) -> String {
 /// The answer to a renewal was lost, and the watch is late: only the first of the next renewals conflicts.
 #[tokio::test]
 async fn a_lease_is_read_again_when_its_renewal_conflicts() {
-    let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases");
+    let leases = leases();
     let server = Router::new().route(&leases, get(list)).route(&format!("{leases}/{{name}}"), put(replace));
     let client = Client::new(server.with_state(Arc::new(Mutex::new(7))), "default");
     let cache = Arc::new(Cache::default());
     cache.wrote(Kind::Lease, lease(6));
-    let target = ObjectRef { kind: Kind::Lease, key: Key::namespaced(LEASE_NAMESPACE, &gateway_lease("a")) };
+    let target = target();
     let renew = || {
         let present = cache.get(target.kind, &target.key).unwrap();
         let object = target.kind.encode(&present).unwrap();
@@ -61,9 +70,9 @@ async fn a_lease_is_read_again_when_its_renewal_conflicts() {
 /// The watch is late: the API server is asked, and the cache shows its answer.
 #[tokio::test]
 async fn an_object_that_the_cache_does_not_show_yet_is_found() {
-    let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases");
+    let leases = leases();
     let present = Router::new().route(&leases, get(list)).with_state(Arc::new(Mutex::new(7)));
-    let target = ObjectRef { kind: Kind::Lease, key: Key::namespaced(LEASE_NAMESPACE, &gateway_lease("a")) };
+    let target = target();
     let cache = Arc::new(Cache::default());
     assert!(!has(Client::new(Router::new(), "default"), cache.clone(), target.clone()).await);
     assert!(cache.get(target.kind, &target.key).is_none());

@@ -83,9 +83,13 @@ impl Drop for Reused {
 fn empty(pins: &Pins) -> io::Result<()> {
     for entry in fs::read_dir(pins.maps())? {
         let map = MapData::from_pin(entry?.path()).map_err(io::Error::other)?;
-        match map.info().and_then(|info| info.map_type()).map_err(io::Error::other)? {
+        let info = map.info().map_err(io::Error::other)?;
+        match info.map_type().map_err(io::Error::other)? {
             MapType::Array | MapType::PerCpuArray => fill_with_zeros(&map)?,
-            MapType::Queue => while call(BPF_MAP_LOOKUP_AND_DELETE_ELEM, &map, None)?.is_some() {},
+            MapType::Queue => {
+                let mut popped = vec![0; info.value_size() as usize];
+                while call(BPF_MAP_LOOKUP_AND_DELETE_ELEM, &map, None, Some(&mut popped))? {}
+            }
             MapType::RingBuf => {
                 let mut events = RingBuf::try_from(Map::RingBuf(map)).map_err(io::Error::other)?;
                 while events.next().is_some() {}
@@ -109,27 +113,25 @@ fn fill_with_zeros(map: &MapData) -> io::Result<()> {
 }
 
 fn remove_all(map: &MapData) -> io::Result<()> {
-    let mut keys: Vec<Vec<u8>> = Vec::new();
-    while let Some(next) = call(BPF_MAP_GET_NEXT_KEY, map, keys.last().map(Vec::as_slice))? {
-        keys.push(next);
-    }
-    for key in keys {
-        call(BPF_MAP_DELETE_ELEM, map, Some(&key))?;
-    }
-    Ok(())
+    keys(map)?.iter().try_for_each(|key| call(BPF_MAP_DELETE_ELEM, map, Some(key), None).map(drop))
 }
 
-/// Calls `bpf(2)` with a key, if any, and returns what it answers with, or `None` where there is no such entry.
-fn call(command: i64, map: &MapData, key: Option<&[u8]>) -> io::Result<Option<Vec<u8>>> {
-    let info = map.info().map_err(io::Error::other)?;
-    let mut answer = vec![0u8; info.key_size().max(info.value_size()) as usize];
-    let to = if command == BPF_MAP_DELETE_ELEM { 0 } else { answer.as_mut_ptr() as u64 };
-    match bpf(command, &[map.fd().as_fd().as_raw_fd() as u64, key.map_or(0, |key| key.as_ptr() as u64), to]) {
-        Ok(()) => {
-            answer.truncate(info.key_size() as usize);
-            Ok(Some(answer))
-        }
-        Err(error) if error.raw_os_error() == Some(Errno::ENOENT as i32) => Ok(None),
+/// The keys of a map, whatever its records.
+pub fn keys(map: &MapData) -> io::Result<Vec<Vec<u8>>> {
+    let mut next = vec![0; map.info().map_err(io::Error::other)?.key_size() as usize];
+    let mut keys: Vec<Vec<u8>> = Vec::new();
+    while call(BPF_MAP_GET_NEXT_KEY, map, keys.last().map(Vec::as_slice), Some(&mut next))? {
+        keys.push(next.clone());
+    }
+    Ok(keys)
+}
+
+/// Calls `bpf(2)` with a key, if any, and room for the answer, if there is one. Returns whether there is such an entry.
+fn call(command: i64, map: &MapData, key: Option<&[u8]>, answer: Option<&mut [u8]>) -> io::Result<bool> {
+    let (key, to) = (key.map_or(0, |key| key.as_ptr() as u64), answer.map_or(0, |room| room.as_mut_ptr() as u64));
+    match bpf(command, &[map.fd().as_fd().as_raw_fd() as u64, key, to]) {
+        Ok(()) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(Errno::ENOENT as i32) => Ok(false),
         Err(error) => Err(error),
     }
 }

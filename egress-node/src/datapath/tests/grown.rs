@@ -1,22 +1,17 @@
 //! An upgrade to programs with longer records: those of a next version, which the test builds.
 
 use super::{
-    bpf,
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
+    reused,
     rig::*,
 };
 use crate::datapath::load::{Programs, Sizes};
 use aya::maps::{MapData, MapInfo};
-use egress_common::{
-    V4,
-    flow::{Flow, FlowKey},
-    verdict::Counter,
-};
+use egress_common::{flow::Flow, verdict::Counter};
 use std::{
     collections::BTreeMap,
     fs,
     net::IpAddr,
-    os::fd::{AsFd as _, AsRawFd as _},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -25,8 +20,6 @@ use std::{
 #[path = "../../../../xtask/src/toolchain.rs"]
 mod toolchain;
 
-/// A command of `bpf(2)`.
-const BPF_MAP_GET_NEXT_KEY: i64 = 4;
 const SYN: u8 = 2;
 const ACK: u8 = 16;
 /// Enough flows to need several calls to copy them.
@@ -86,15 +79,7 @@ fn opening(pod: &str, server: &str, port: u16) -> Vec<u8> {
 /// How many IPv4 flows the pinned table has, whatever its records.
 fn flows(rig: &Rig) -> usize {
     let map = MapData::from_pin(rig.pins().map("FLOWS_V4")).unwrap();
-    let (fd, mut key, mut next) = (map.fd().as_fd().as_raw_fd() as u64, None, [0u8; size_of::<FlowKey<V4>>()]);
-    let mut count = 0;
-    loop {
-        let from = key.as_ref().map_or(0, |key: &[u8; _]| key.as_ptr() as u64);
-        if bpf(BPF_MAP_GET_NEXT_KEY, &[fd, from, next.as_mut_ptr() as u64]).is_err() {
-            return count;
-        }
-        (key, count) = (Some(next), count + 1);
-    }
+    reused::keys(&map).unwrap().len()
 }
 
 /// The address and the port that a packet of the pod leaves with.
