@@ -58,7 +58,7 @@ pub fn is_current(config: &DatapathConfig, flow: &Flow) -> bool {
 pub fn recheck<F: Family>(pkt: &Packet, at_exit: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return GONE };
     let Ok(ip) = F::parse(pkt) else { return GONE };
-    let t = datagram::transport::<F>(pkt, &ip);
+    let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
     let key = key::of_pod(&ip, &t);
     let Some(flow) = F::flows().get_ptr_mut(&key) else { return GONE };
     // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.

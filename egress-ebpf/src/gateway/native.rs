@@ -9,6 +9,7 @@ use crate::{
         context::Frame,
         fields::{Ip, Part},
         frame::{TAG_LEN, VLAN_BITS},
+        hidden::hidden,
         ip::Header,
         packet::{ETH_LEN, IPV4, IPV6, Mac, Packet, VLAN, moment},
         parse,
@@ -131,14 +132,14 @@ fn arrived(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<Arrived> {
             let at_card = VlanSide { ifindex: pkt.ifindex(), vlan: tag & VLAN_BITS };
             // SAFETY: entries are replaced, not changed in place.
             match unsafe { VLANS.get(at_card) } {
-                None => Some(Arrived { frame: *pkt, protocol: VLAN, tag: pkt.zero() }),
+                None => Some(Arrived { frame: *pkt, protocol: VLAN, tag: hidden(0, pkt.len()) }),
                 Some(device) if matches!(protocol, IPV4 | IPV6) => {
                     Some(Arrived { frame: pkt.enter(device.ifindex)?, protocol, tag })
                 }
                 Some(_) => None,
             }
         }
-        protocol => Some(Arrived { frame: *pkt, protocol, tag: pkt.zero() }),
+        protocol => Some(Arrived { frame: *pkt, protocol, tag: hidden(0, pkt.len()) }),
     }
 }
 
@@ -365,7 +366,7 @@ fn redirect(
 /// Where frames to an interface are sent: for a VLAN device the card, which needs a tag.
 #[inline(always)]
 fn at_card(pkt: &Packet<Frame>, config: &DatapathConfig, ifindex: u32) -> VlanSide {
-    let interface = VlanSide { ifindex, vlan: pkt.zero() };
+    let interface = VlanSide { ifindex, vlan: hidden(0, pkt.len()) };
     if config.flags & config::flags::VLANS == 0 {
         return interface;
     }

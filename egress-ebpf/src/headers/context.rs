@@ -19,6 +19,9 @@ pub(super) use field;
 /// The kernel's context of a packet at one kind of hook. All code that serves every hook is generic over it
 /// ([`Packet`](super::packet::Packet)).
 pub trait Context: Copy {
+    /// Whether so much follows the parsing of a packet that the verifier should know little of the result ([`hidden`](super::hidden)).
+    const MANY_PATHS: bool;
+
     /// Where the bytes begin that can be read directly.
     fn data(self) -> usize;
     /// Where they end.
@@ -54,6 +57,8 @@ impl Skb {
 }
 
 impl Context for Skb {
+    const MANY_PATHS: bool = true;
+
     #[inline(always)]
     fn data(self) -> usize {
         field!(self.0, data) as usize
@@ -105,6 +110,8 @@ pub struct Frame {
 }
 
 impl Context for Frame {
+    const MANY_PATHS: bool = false;
+
     #[inline(always)]
     fn data(self) -> usize {
         field!(self.raw, data) as usize

@@ -1,5 +1,6 @@
 //! What headers say: protocols, offsets, and the fields that the programs use.
 
+use crate::headers::hidden::hidden;
 use egress_common::tcp;
 
 /// IP protocol numbers.
@@ -39,6 +40,7 @@ pub mod at {
 
 /// Where a packet stands in a fragmented datagram.
 #[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
 pub enum Part {
     Whole,
     First,
@@ -61,8 +63,22 @@ pub struct Ip<A> {
     pub whole_only: bool,
 }
 
+impl<A> Ip<A> {
+    /// The same, with what differs between packets of one kind and another [`hidden`].
+    #[inline(always)]
+    pub fn hidden(self, unknown: u32) -> Self {
+        Self {
+            proto: hidden(self.proto, unknown),
+            l4: hidden(self.l4, unknown),
+            part: hidden(self.part, unknown),
+            ..self
+        }
+    }
+}
+
 /// What the transport header says the packet is.
 #[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
 pub enum Kind {
     Tcp,
     Udp,
@@ -95,6 +111,17 @@ pub struct L4Header {
 }
 
 impl L4Header {
+    /// The same, with what differs between packets of one kind and another [`hidden`].
+    #[inline(always)]
+    pub fn hidden(self, unknown: u32) -> Self {
+        Self {
+            kind: hidden(self.kind, unknown),
+            src_port: hidden(self.src_port as u32, unknown) as u16,
+            dst_port: hidden(self.dst_port as u32, unknown) as u16,
+            ..self
+        }
+    }
+
     /// One of this kind, without ports.
     #[inline(always)]
     pub const fn of(kind: Kind) -> Self {

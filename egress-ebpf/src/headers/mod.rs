@@ -3,6 +3,7 @@
 pub mod context;
 pub mod fields;
 pub mod frame;
+pub mod hidden;
 pub mod ip;
 pub mod note;
 pub mod outer;

@@ -1,6 +1,9 @@
 //! All access to a packet's bytes and fields: the only place with pointers into packets.
 
-use crate::headers::context::{Context, Skb, field};
+use crate::headers::{
+    context::{Context, Skb, field},
+    hidden::hidden,
+};
 use aya_ebpf::{
     EbpfContext,
     bindings::{
@@ -66,21 +69,14 @@ impl<C: Context> Packet<C> {
         self.context.len()
     }
 
-    /// `index` with its value hidden from the verifier, below `SIZE` (a power of two up to 1024).
+    /// `index` [`hidden`], below `SIZE` (a power of two up to 1024).
     ///
     /// Without CAP_PERFMON the verifier refuses an array access whose index has different bounds on different paths through
     /// the program.
     #[inline(always)]
     pub fn hide<const SIZE: usize>(&self, index: usize) -> usize {
         const { assert!(SIZE.is_power_of_two() && SIZE <= 1024) };
-        (index + self.zero() as usize) & (SIZE - 1)
-    }
-
-    /// Zero, which could be any value as far as the verifier knows: no frame is 4 MiB long. It verifies what follows once for paths that
-    /// differ only in a value that it does not know.
-    #[inline(always)]
-    pub fn zero(&self) -> u32 {
-        self.len() >> 22
+        hidden(index as u32, self.len()) as usize & (SIZE - 1)
     }
 
     /// Index of the interface on which the packet arrived, or whose hook this is.

@@ -142,7 +142,7 @@ fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4H
 #[inline(always)]
 pub fn tend<F: Family>(pkt: &Packet) -> u64 {
     let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return 0 };
-    let t = datagram::transport::<F>(pkt, &ip);
+    let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
     let key = key::of_reply(&ip, &t);
     let Some(r) = F::reverses().get_ptr_mut(&key) else { return 0 };
     // SAFETY: changed in place only by single stores.

@@ -22,7 +22,7 @@ pub const GO_ON: u64 = u64::MAX;
 #[inline(always)]
 pub fn gather<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return GO_ON };
-    let t = datagram::transport::<F>(pkt, &ip);
+    let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
     let Some(holding) = F::holding().get_ptr_mut(0) else { return GO_ON };
     // SAFETY: this CPU's alone while the program runs.
     unsafe { (*holding).key = HeldKey { datagram: datagram::key(&ip), place: 0 } };

@@ -131,7 +131,7 @@ fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) ->
 pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
-    let t = datagram::transport::<F>(pkt, &ip);
+    let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
     let key = key::of_pod(&ip, &t);
     if matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer)
         && let Some(flow) = F::flows().get_ptr_mut(&key)

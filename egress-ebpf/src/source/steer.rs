@@ -150,7 +150,7 @@ fn refused<F: Family>(pkt: &Packet, counter: u32) {
 pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return UNKNOWN };
-    let t = datagram::transport::<F>(pkt, &ip);
+    let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
     if !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
         return UNKNOWN;
     }

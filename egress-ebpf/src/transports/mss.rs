@@ -3,6 +3,7 @@
 use crate::{
     headers::{
         fields::{at, checksum_offset, proto},
+        hidden::hidden,
         packet::{IPV4, Packet},
     },
     tables::{family::Family, maps::NODES},
@@ -43,6 +44,7 @@ pub extern "C" fn clamp_mss(skb: *mut __sk_buff, l4: u32, limit: u32) -> i32 {
     let end = (words >> 4) as u32 * 4;
     let mut at = TCP_HEADER;
     for _ in 0..MAX_OPTIONS {
+        at = hidden(at, limit);
         if limit == 0 || at + 4 > end {
             return 0;
         }
