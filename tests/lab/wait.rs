@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 
+/// Time between two looks, or as long as the last one took: looking through a program such as kubectl takes half of a processor at most.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// How many times longer than usual everything may take, for example in an emulated machine.
@@ -35,7 +36,9 @@ pub fn wait_until<T: Debug>(
 ) -> Result<T> {
     let (start, timeout) = (Instant::now(), timeout * slowness());
     loop {
+        let begun = Instant::now();
         let seen = look();
+        let took = begun.elapsed();
         match seen {
             Ok(value) if good(&value) => return Ok(value),
             seen if start.elapsed() >= timeout => {
@@ -45,7 +48,7 @@ pub fn wait_until<T: Debug>(
                 };
                 return Err(anyhow!("waited {timeout:?} for: {what}; the last state was: {last}"));
             }
-            _ => thread::sleep(PAUSE),
+            _ => thread::sleep(PAUSE.max(took)),
         }
     }
 }

@@ -31,8 +31,8 @@ const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 const SEEDS: &str = "3000";
 /// It gets what the other tests leave of the processors.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
-/// The end-to-end tests, over one transport or on Kubernetes.
-const LAB_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// The end-to-end tests, over one transport or on Kubernetes, which wait for each other.
+const LAB_TIMEOUT: Duration = Duration::from_secs(60 * 60);
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -102,31 +102,41 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     if !args.kernel.is_empty() {
         return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
     }
-    let jobs = plan::jobs(args, &binaries);
-    let needs_cluster = jobs.iter().any(Job::is_on_cluster);
+    let (with_cluster, others): (Vec<_>, Vec<_>) =
+        plan::jobs(args, &binaries).into_iter().partition(Job::uses_cluster_programs);
+    let needs_cluster = with_cluster.iter().any(Job::is_on_cluster);
     let (ready, cluster) = mpsc::channel();
-    thread::scope(|scope| {
+    let (behind, on_cluster) = thread::scope(|scope| {
         let behind = scope.spawn(|| behind_the_tests(args, needs_cluster.then_some(ready), &binaries, &bin_dir));
-        let outcome = run_tests(args, &jobs, &bin_dir, &cluster, tally);
-        let behind = behind.join().map_err(|_| anyhow!("the work in the background of the tests has panicked"))?;
-        behind.map(|behind| tally.add(behind)).and(outcome)
-    })
+        let on_cluster = scope.spawn(|| tests_with_cluster(&with_cluster, &bin_dir, cluster));
+        run_jobs(&others, &bin_dir, &Environment::new(), tally);
+        (behind.join(), on_cluster.join())
+    });
+    let panicked = |_| anyhow!("the work beside the tests in the labs has panicked");
+    tally.add(on_cluster.map_err(panicked)?);
+    tally.add(behind.map_err(panicked)??);
+    match &args.filter {
+        Some(filter) if tally.is_empty() => bail!("no test's name contains {filter}"),
+        _ => Ok(()),
+    }
 }
 
-/// The work in the background of the tests, which mostly wait, while nothing else wants a processor. None of it is in real time.
+/// The work in the background of the tests, which mostly wait. None of it is in real time.
 ///
-/// First comes what the tests on Kubernetes wait for (`cluster` is notified), then, in a whole run, what nothing waits for.
+/// First comes what the tests on Kubernetes wait for (`cluster` is notified), then, in a whole run and while nothing else wants a processor,
+/// what nothing waits for.
 fn behind_the_tests(
     args: &Args,
     cluster: Option<Sender<Result<Environment>>>,
     binaries: &[Binary],
     bin_dir: &Path,
 ) -> Result<Tally> {
-    process::idle()?;
     if let Some(cluster) = cluster {
-        // There is no receiver any more if the tests have ended early.
+        process::give_way()?;
+        // There is no receiver any more if that thread has panicked.
         let _ = cluster.send(prepare_cluster(args, bin_dir));
     }
+    process::idle()?;
     let mut tally = Tally::default();
     if args.is_whole() {
         checks::slow(&mut tally);
@@ -152,30 +162,25 @@ fn doc_tests(tally: &mut Tally) -> Result<()> {
 /// Variables that say where the build's results are.
 type Environment = Vec<(&'static str, OsString)>;
 
-/// Runs the jobs. `cluster` tells when the programs of a Kubernetes are built, if any job runs on one.
-fn run_tests(
-    args: &Args,
-    jobs: &[Job<'_>],
-    bin_dir: &Path,
-    cluster: &Receiver<Result<Environment>>,
-    tally: &mut Tally,
-) -> Result<()> {
-    let mut environment = Environment::new();
+/// The tests that use the programs of a Kubernetes, beside those in the labs: both mostly wait, and those that are strict about time take the
+/// machine for themselves. `cluster` tells when the programs are built, if any job runs on a cluster.
+fn tests_with_cluster(jobs: &[Job<'_>], bin_dir: &Path, cluster: Receiver<Result<Environment>>) -> Tally {
+    let mut tally = Tally::default();
+    // Without a job on Kubernetes the other end is gone from the beginning.
+    match cluster.recv().unwrap_or_else(|_| Ok(Environment::new())) {
+        Ok(environment) => run_jobs(jobs, bin_dir, &environment, &mut tally),
+        Err(error) => jobs.iter().for_each(|job| tally.fail(&job.title(), &format!("{error:#}"))),
+    }
+    tally
+}
+
+/// Runs the jobs in sequence.
+fn run_jobs(jobs: &[Job<'_>], bin_dir: &Path, environment: &Environment, tally: &mut Tally) {
     for job in jobs {
-        // Once: afterwards the other end is gone. Without a job on Kubernetes it is gone from the beginning.
-        let built = if job.uses_cluster_programs() { cluster.recv().ok().transpose() } else { Ok(None) };
-        let outcome = built.and_then(|built| {
-            environment.extend(built.into_iter().flatten());
-            run_job(job, bin_dir, &environment, tally)
-        });
-        if let Err(error) = outcome {
+        if let Err(error) = run_job(job, bin_dir, environment, tally) {
             tally.fail(&job.title(), &format!("{error:#}"));
         }
     }
-    if let Some(filter) = args.filter.as_ref().filter(|_| tally.is_empty()) {
-        bail!("no test's name contains {filter}");
-    }
-    Ok(())
 }
 
 fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut Tally) -> Result<()> {

@@ -1,8 +1,8 @@
 //! What a run consists of, as data: jobs that follow each other.
 //!
 //! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run at once; those that make load or are strict about
-//! time take the machine for themselves (`lab::machine`). Binaries do not run side by side: on two processors the tests that need the machine
-//! alone would wait for each other, and all others for them. Jobs that use Kubernetes, or its programs, come last: those are built meanwhile.
+//! time take the machine for themselves (`lab::machine`). Jobs that use Kubernetes, or its programs, begin once those are built, and run beside
+//! the labs'. Other binaries do not run side by side.
 
 use super::Args;
 use super::binaries::{Binary, Kind};
