@@ -28,7 +28,7 @@ use std::{
     time::Instant,
 };
 
-/// How many seeds are tried by default; `cargo xtask test` tries 3,000.
+/// How many seeds are tried by default; `cargo xtask test` tries 1,000.
 const SEEDS: u64 = 50;
 
 fn number(variable: &str) -> Option<u64> {

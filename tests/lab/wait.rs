@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 
-/// Time between two looks, or as long as the last one took: looking through a program such as kubectl takes half of a processor at most.
+/// Time between two looks, or twice what the last one took: looking through a program such as kubectl takes a third of a processor at most.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// How many times longer than usual everything may take, for example in an emulated machine.
@@ -48,7 +48,7 @@ pub fn wait_until<T: Debug>(
                 };
                 return Err(anyhow!("waited {timeout:?} for: {what}; the last state was: {last}"));
             }
-            _ => thread::sleep(PAUSE.max(took)),
+            _ => thread::sleep(PAUSE.max(2 * took)),
         }
     }
 }

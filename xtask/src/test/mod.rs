@@ -27,8 +27,8 @@ use plan::Job;
 use tally::Tally;
 
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
-/// How many seeds of the simulated cluster a whole run tries.
-const SEEDS: &str = "3000";
+/// How many seeds of the simulated cluster a whole run tries: two minutes of processor time.
+const SEEDS: &str = "1000";
 /// It gets what the other tests leave of the processors.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
 /// The end-to-end tests, over one transport or on Kubernetes, which wait for each other.

@@ -19,13 +19,10 @@ pub const THREADS: &str = "4";
 ///
 /// How source nodes send and where gateways forward are independent of each other. So every module meets `direct`, `vxlan` and both places, but
 /// only those where most kinds of packets pass meet the pair of `direct` and XDP, too. The device has the outer headers of `vxlan`, which covers
-/// gateways that die and policies that change, so these modules are not run with it.
+/// gateways that die, policies that change and ports that are used up, so these modules are not run with it.
 const OTHER_MODES: [(TestMode, &[&str]); 3] = [
     (TestMode { transport: Some("vxlan"), xdp: true }, &DEPENDING_ON_TRANSPORT),
-    (
-        TestMode { transport: Some("device"), xdp: false },
-        &["exits::", "host_rules::", "ports::", "protocols::", "restart::"],
-    ),
+    (TestMode { transport: Some("device"), xdp: false }, &["exits::", "host_rules::", "protocols::", "restart::"]),
     (TestMode { transport: None, xdp: true }, &["exits::", "protocols::"]),
 ];
 /// Their modules in which the transport matters.
@@ -169,7 +166,7 @@ mod tests {
 
     #[test]
     fn unit_tests_come_first_and_end_to_end_tests_run_with_every_transport() {
-        let once_more = [("vxlan and xdp", DEPENDING_ON_TRANSPORT.len()), ("device", 5), ("xdp", 2)]
+        let once_more = [("vxlan and xdp", DEPENDING_ON_TRANSPORT.len()), ("device", 4), ("xdp", 2)]
             .map(|(mode, modules)| format!("tests/spillway by {mode} {modules}"));
         let labs = [&["tests/spillway".to_owned()][..], &once_more, &["tests/cluster".to_owned()]].concat();
         assert_eq!(plan(&[]), [&["egress-core".to_owned(), "tests".to_owned()][..], &labs].concat());
