@@ -105,7 +105,7 @@ impl<'a> Job<'a> {
 /// The jobs of the run that `args` ask for, in their order.
 pub fn jobs<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
     let mut jobs = chosen(args, binaries);
-    jobs.sort_by_key(|job| (job.uses_cluster_programs(), job.is_on_cluster()));
+    jobs.sort_by_key(Job::is_on_cluster);
     jobs
 }
 
