@@ -1,6 +1,6 @@
 //! What the datapath knows about egress IPs, their owners, their port blocks and the nodes.
 
-use crate::{layout::map_type, port_block};
+use crate::{layout::map_type, limits::MAX_EGRESS_HINTS, port_block};
 
 map_type! {
     /// Value of `EGRESS_IPS`; the index is interned by the agent and means nothing outside of its node.
@@ -53,6 +53,13 @@ impl EgressIp {
     }
 }
 
+/// Where `EGRESS_HINTS` has the index of the egress IP whose address ends in this word (multiplication by the golden ratio: Knuth, The Art of
+/// Computer Programming, section 6.4).
+#[inline(always)]
+pub const fn hint(word: u32) -> u32 {
+    word.wrapping_mul(0x9e37_79b1) >> (u32::BITS - MAX_EGRESS_HINTS.ilog2())
+}
+
 /// Bits of [`EgressIp::flags`].
 pub mod flags {
     /// This node is a carrier: it forwards for the address, in both directions.
@@ -69,6 +76,8 @@ pub mod flags {
     pub const LOCAL: u32 = 32;
     /// Each flow goes to the carrier that `CARRIERS` names for it, not all of them to `gateway`.
     pub const SPREAD: u32 = 64;
+    /// The address is in `EGRESS_INDEX_*`. A retired one is not.
+    pub const LISTED: u32 = 128;
 }
 
 map_type! {

@@ -20,6 +20,9 @@ pub const MAX_POLICIES: usize = 4_096;
 pub const MAX_CLASSES: usize = 4_096;
 /// Egress IPs that one node knows. Index 0 is never used.
 pub const MAX_EGRESS_IPS: usize = 2_048;
+/// Places in which the programs remember indices of egress IPs (a power of two). Addresses that share one evict each other, which only costs
+/// time.
+pub const MAX_EGRESS_HINTS: usize = 4 * MAX_EGRESS_IPS;
 /// (policy, egress IP) pairs that one node knows.
 pub const MAX_MEMBERS: usize = 65_536;
 /// (endpoint, policy) assignments of `PerEndpoint` policies on one node.

@@ -198,6 +198,7 @@ pub fn underlay_ingress(ctx: TcContext) -> i32 {
 
 /// At the driver of a gateway's underlay: what `underlay_ingress` does in the common case. Frames in several pieces are passed on.
 #[xdp(frags)]
+#[inline(always)]
 pub fn underlay_xdp(ctx: XdpContext) -> u32 {
     let pkt = Packet::of_frame(&ctx);
     action(native::from_nodes(&pkt))
@@ -205,6 +206,7 @@ pub fn underlay_xdp(ctx: XdpContext) -> u32 {
 
 /// At the driver of a gateway's uplinks: what `uplink_ingress` does in the common case.
 #[xdp(frags)]
+#[inline(always)]
 pub fn uplink_xdp(ctx: XdpContext) -> u32 {
     let pkt = Packet::of_frame(&ctx);
     action(native::from_outside(&pkt))

@@ -256,7 +256,7 @@ impl Encoder {
                 let members: Vec<u16> = e.spread.iter().filter_map(number).collect();
                 tables.carriers.insert(index, spread::table(before, &members));
             }
-            let mut bits = 0;
+            let mut bits = flags::LISTED;
             for (set, bit) in [
                 (e.forwards, flags::CARRIED),
                 (e.forwards && e.gateway == view.node, flags::LOCAL),

@@ -177,6 +177,9 @@ pub static MAGLEV: Array<MaglevChunk, MAX_MAGLEV_CHUNKS> = Array::new();
 pub static EGRESS_INDEX_V4: EgressIndex<V4> = HashMap::new();
 #[btf_map]
 pub static EGRESS_INDEX_V6: EgressIndex<V6> = HashMap::new();
+/// By a hash of the address: the index that was found last. Only the programs write it, and compare the entry's address.
+#[btf_map]
+pub static EGRESS_HINTS: Array<u32, MAX_EGRESS_HINTS> = Array::new();
 #[btf_map]
 pub static EGRESS_IPS: Array<EgressIp, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]

@@ -6,14 +6,23 @@ use egress_common::verdict::Counter;
 /// Adds one.
 #[inline(always)]
 pub fn count(counter: Counter) {
-    count_index(counter as u32);
+    number(counter as u32);
 }
 
 /// Adds one to the counter with this index.
 #[inline(always)]
 pub fn count_index(counter: u32) {
-    if let Some(n) = COUNTERS.get_ptr_mut(counter) {
-        // SAFETY: the slot is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
-        unsafe { *n += 1 }
+    number(counter);
+}
+
+/// Adds one to the counter with this index. Returns how many this CPU has counted before.
+#[inline(always)]
+pub fn number(counter: u32) -> u64 {
+    let Some(n) = COUNTERS.get_ptr_mut(counter) else { return 0 };
+    // SAFETY: the slot is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
+    unsafe {
+        let before = *n;
+        *n = before + 1;
+        before
     }
 }

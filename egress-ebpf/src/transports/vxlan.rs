@@ -11,13 +11,10 @@ use crate::{
     tables::{family::Family, stats},
     transports::{device::INNER_MACS, send},
 };
-use aya_ebpf::{
-    bindings::{
-        BPF_ADJ_ROOM_ENCAP_L2_SHIFT, BPF_F_ADJ_ROOM_DECAP_L3_IPV4, BPF_F_ADJ_ROOM_DECAP_L3_IPV6,
-        BPF_F_ADJ_ROOM_ENCAP_L2_ETH, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6,
-        BPF_F_ADJ_ROOM_ENCAP_L4_UDP, BPF_F_ADJ_ROOM_FIXED_GSO, BPF_F_ADJ_ROOM_NO_CSUM_RESET,
-    },
-    helpers::bpf_get_prandom_u32,
+use aya_ebpf::bindings::{
+    BPF_ADJ_ROOM_ENCAP_L2_SHIFT, BPF_F_ADJ_ROOM_DECAP_L3_IPV4, BPF_F_ADJ_ROOM_DECAP_L3_IPV6,
+    BPF_F_ADJ_ROOM_ENCAP_L2_ETH, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6,
+    BPF_F_ADJ_ROOM_ENCAP_L4_UDP, BPF_F_ADJ_ROOM_FIXED_GSO, BPF_F_ADJ_ROOM_NO_CSUM_RESET,
 };
 use egress_common::{
     V4, V6,
@@ -64,12 +61,12 @@ pub fn send(pkt: &Packet, config: &DatapathConfig, node: &NodeEntry, vni: u32, e
         ALREADY => return Err(Counter::DeviceEncapsulated as u32),
         _ => return Err(Counter::DeviceRefused as u32),
     }
-    let outer = Outer { config, node, vni, entropy, len, ecn, protocol };
+    let sent = stats::number(Counter::SentVxlan as u32) as u32;
+    let outer = Outer { config, node, vni, entropy, sent, len, ecn, protocol };
     let written = if ipv4 { outer.write_v4(pkt) } else { outer.write_v6(pkt) };
     if written.is_none() {
         return Ok(Verdict::Drop(Counter::DropRedirect));
     }
-    stats::count(Counter::SentVxlan);
     Ok(pkt.redirect_hop(node))
 }
 
@@ -89,6 +86,8 @@ pub struct Outer<'a> {
     pub vni: u32,
     /// Makes flows take different paths.
     pub entropy: u32,
+    /// How many this CPU has sent before.
+    pub sent: u32,
     /// Length of the inner frame.
     pub len: u32,
     /// Congestion bits.
@@ -118,8 +117,8 @@ impl Outer<'_> {
     pub fn write_v4<C: Context>(&self, pkt: &Packet<C>) -> Option<()> {
         let (source, to) = (self.node.source[3], self.node.addr[3]);
         let length = (self.ecn << 16 | (self.len + OVERHEAD_V4 - ETH_LEN)).to_be();
-        // SAFETY: the helper has no arguments. A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented.
-        let id = unsafe { bpf_get_prandom_u32() } & 0xffff;
+        // A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented. A helper for random ones costs two calls.
+        let id = (self.sent ^ self.entropy) & 0xffff;
         let check = !csum::fold(self.node.csum + csum::sum_words(&[length, id]));
         pkt.write_words(ETH_LEN, &[OUTER_V4 | length, id, OUTER_V4_TTL | (check as u32) << 16, source, to])?;
         pkt.write_words(ETH_LEN + V4::HEADER, &self.payload())?;

@@ -334,3 +334,30 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
         copies(4).await;
     });
 }
+
+#[test]
+fn a_hint_leads_to_no_other_address_and_to_none_that_is_no_egress_ip_any_more() {
+    let Some(mut rig) = Rig::new("hints", &NodeView::default()) else { return };
+    let place = |a: &IpAddr| egress_common::egress::hint(net::any(*a)[3]);
+    let wanted = place(&addr(EGRESS4));
+    let twin = (1..).map(|n: u32| IpAddr::from((0x0a01_0000 + n).to_be_bytes())).find(|a| place(a) == wanted).unwrap();
+    let mut both = view(1, 0);
+    let mut unleased = both.egress_ips[&addr(EGRESS4)].clone();
+    unleased.leases.clear();
+    both.egress_ips.insert(twin, unleased);
+    let mut one = both.clone();
+    one.egress_ips.remove(&addr(EGRESS4));
+    let verdict = |rig: &mut Rig, to: IpAddr| {
+        let port = port_block::first_port(OTHER_BLOCK);
+        rig.run("uplink_ingress", &seal(ip(addr(SERVER4), to, UDP, &[], &udp(53, port, b"answer")))).0
+    };
+    rig.write(&both);
+    for _ in 0..2 {
+        assert_eq!(verdict(&mut rig, twin), SHOT, "nobody has its port");
+        assert_eq!(verdict(&mut rig, addr(EGRESS4)), REDIRECT, "another node has its port");
+    }
+    rig.write(&one);
+    assert_eq!(verdict(&mut rig, addr(EGRESS4)), NEXT, "it is no egress IP");
+    rig.write(&both);
+    assert_eq!(verdict(&mut rig, addr(EGRESS4)), REDIRECT);
+}
