@@ -2,6 +2,7 @@
 //! PATH or among the programs of a cluster.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::{Value, json};
@@ -9,24 +10,19 @@ use serde_json::{Value, json};
 use crate::{cluster, workspace};
 
 /// A tool from PATH, or else the one that the tests on Kubernetes use. If there is none, the test that needs it counts as skipped.
-fn tool(test: &str, name: &str) -> Option<Command> {
-    let folders: Vec<_> = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).collect();
-    if folders.iter().any(|folder| folder.join(name).is_file()) {
-        return Some(Command::new(name));
-    }
-    let folder = cluster::binaries().unwrap();
-    // kubectl is a part of one program there.
-    let (file, arguments) = if name == "kubectl" { ("k8s", &["kubectl"][..]) } else { (name, &[][..]) };
-    if !folder.join(file).is_file() {
+fn tool(test: &str, name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path)
+        .chain(cluster::binaries())
+        .map(|folder| folder.join(name))
+        .find(|file| file.is_file());
+    if found.is_none() {
         lab::skip::record(
             test,
             &format!("{name} is neither in PATH nor built for a cluster (cargo xtask test cluster)"),
         );
-        return None;
     }
-    let mut command = Command::new(folder.join(file));
-    command.args(arguments);
-    Some(command)
+    found
 }
 
 fn output(command: &mut Command) -> Result<String, String> {
@@ -35,22 +31,16 @@ fn output(command: &mut Command) -> Result<String, String> {
     if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-fn again(tool: &Command) -> Command {
-    let mut command = Command::new(tool.get_program());
-    command.args(tool.get_args());
-    command
-}
-
 /// `helm template`, with values as `--set` takes them.
-fn rendered(helm: &Command, values: &[&str]) -> Result<String, String> {
+fn rendered(helm: &Path, values: &[&str]) -> Result<String, String> {
     let chart = workspace::root().join("manifests/chart");
-    let mut command = again(helm);
+    let mut command = Command::new(helm);
     command.args(["template", "spillway", "--namespace", "spillway"]).arg(chart);
     output(command.args(values.iter().flat_map(|value| ["--set", value])))
 }
 
 /// `kubectl kustomize`, of the base with components.
-fn kustomized(kubectl: &Command, components: &[&str]) -> String {
+fn kustomized(kubectl: &Path, components: &[&str]) -> String {
     let copy = std::env::temp_dir().join(format!("xtask-kustomize-{}-{}", std::process::id(), components.join("-")));
     let manifests = workspace::root().join("manifests");
     output(Command::new("cp").arg("-r").arg(manifests).arg(&copy)).unwrap();
@@ -59,7 +49,7 @@ fn kustomized(kubectl: &Command, components: &[&str]) -> String {
     let text = std::fs::read_to_string(&file).unwrap();
     let components = if listed.is_empty() { listed } else { format!("components:\n{listed}") };
     std::fs::write(&file, text + &components).unwrap();
-    let objects = output(again(kubectl).arg("kustomize").arg(&copy)).unwrap();
+    let objects = output(Command::new(kubectl).arg("kustomize").arg(&copy)).unwrap();
     std::fs::remove_dir_all(&copy).unwrap();
     objects
 }
@@ -169,14 +159,14 @@ fn values_of_the_chart_take_effect_and_wrong_ones_are_refused() {
 
 #[test]
 fn alerts_fire_when_they_should() {
-    let Some(mut promtool) = tool(lab::test_name!(), "promtool") else { return };
+    let Some(promtool) = tool(lab::test_name!(), "promtool") else { return };
     let rules = std::fs::read_to_string(workspace::root().join("manifests/components/monitoring/rules.yaml")).unwrap();
     let (_, spec) = rules.split_once("\nspec:\n").unwrap();
     let folder = std::env::temp_dir().join(format!("xtask-rules-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("alerts.yaml"), spec.replace("\n  ", "\n").trim_start()).unwrap();
     std::fs::copy(workspace::root().join("tests/monitoring/rules.yaml"), folder.join("rules.yaml")).unwrap();
-    let judged = output(promtool.args(["test", "rules", "rules.yaml"]).current_dir(&folder));
+    let judged = output(Command::new(promtool).args(["test", "rules", "rules.yaml"]).current_dir(&folder));
     std::fs::remove_dir_all(&folder).unwrap();
     judged.unwrap();
 }

@@ -105,17 +105,17 @@ pub fn build(kubernetes: Kubernetes) -> Result<PathBuf> {
     };
     image.write(&binaries.join("pod.tar"))?;
     if !is_usual {
-        share(&binaries, &folder)?;
+        share(&binaries, &folder, kubernetes)?;
     }
     Ok(folder)
 }
 
 /// Everything but the Kubernetes itself is the same.
-fn share(binaries: &Path, folder: &Path) -> Result<()> {
+fn share(binaries: &Path, folder: &Path, kubernetes: Kubernetes) -> Result<()> {
     for entry in fs::read_dir(binaries).with_context(|| format!("cannot read {}", binaries.display()))? {
         let (path, name) = entry.map(|entry| (entry.path(), entry.file_name()))?;
         let shared = folder.join(&name);
-        if name != "k8s" {
+        if !kubernetes.component().programs.iter().any(|own| name == **own) {
             fs::remove_file(&shared).or_else(|e| if e.kind() == ErrorKind::NotFound { Ok(()) } else { Err(e) })?;
             fs::hard_link(&path, &shared).with_context(|| format!("cannot make {}", shared.display()))?;
         }

@@ -167,8 +167,8 @@ impl Cluster {
 
     /// `kubectl`, ready for more arguments.
     pub fn kubectl_command(&self) -> Result<Command> {
-        let mut command = self.netns("cp")?.command(self.binaries.join("k8s"));
-        command.arg("kubectl").arg("--kubeconfig").arg(self.dir.join("kubeconfig"));
+        let mut command = self.netns("cp")?.command(self.binaries.join("kubectl"));
+        command.arg("--kubeconfig").arg(self.dir.join("kubeconfig"));
         command.env("KUBECACHEDIR", self.dir.join("kubectl-cache"));
         Ok(command)
     }
@@ -224,12 +224,12 @@ impl Cluster {
         let text = format!(
             "#!/bin/sh\n# kubectl on the cluster {}, whose API server is reached from its own network namespace only\n\
              export PATH={}:$PATH KUBECONFIG={}\n\
-             exec nsenter --net=/run/netns/{} {} kubectl \"$@\"\n",
+             exec nsenter --net=/run/netns/{} {} \"$@\"\n",
             self.name,
             folder.display(),
             self.dir.join("kubeconfig").display(),
             self.netns_name("cp"),
-            self.binaries.join("k8s").display(),
+            self.binaries.join("kubectl").display(),
         );
         fs::write(&kubectl, text)?;
         fs::set_permissions(&kubectl, fs::Permissions::from_mode(0o755))?;
