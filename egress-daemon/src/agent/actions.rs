@@ -256,7 +256,9 @@ impl Agent {
     /// Writes the status if it differs.
     fn write_status(&mut self) {
         let store = self.store.clone();
-        let Some(present) = self.observed.egress_node(&self.node).map(|object| EgressNode::clone(object)) else {
+        // As it is now: what was observed last may lack this agent's own last write, with which the next one would conflict.
+        let present = store.get::<EgressNode>(&Key::cluster(self.node.as_str()));
+        let Some(present) = present.map(Arc::unwrap_or_clone) else {
             let object = EgressNode::joining(self.node.as_str(), self.machine.facts().is_named());
             // The cache shows it soon; then its status is written.
             self.machine.handle_news();
