@@ -274,11 +274,11 @@ impl Found {
             let figures = [cost.writes, cost.told[0], cost.told[1], cached, etcd].map(|count| number(count as f64));
             let _ = writeln!(page, "| {what} | {} |", figures.join(" | "));
         }
-        page += "\nRenewals of leases and Events are not counted; writes that are refused are. A node that joins costs two that are done, its \
-             object and the status, and one that may be refused: its agent and the controller both make the object. A pod on a node that \
-             has none of its application costs one write at once, the node's lease. Its policy reports new numbers 5 s later, in one write \
-             for all pods that came meanwhile. Gateways write nothing for it: their answers to probes tell nodes what they know. A node's \
-             object is sent to the controller, to its own agent and to the gateways' agents; a gateway's is sent to every agent.\n";
+        page += "\nRenewals of leases and Events are not counted; writes that are refused are. A node that joins costs two, its object and its \
+             status. A pod on a node that has none of its application costs one write at once, the node's lease. Its policy reports new \
+             numbers 5 s later, in one write for all pods that came meanwhile. Gateways write nothing for it: their answers to probes tell \
+             nodes what they know. A node's object is sent to the controller, to its own agent and to the gateways' agents; a gateway's is \
+             sent to every agent.\n";
         page
     }
 }
