@@ -21,22 +21,16 @@ pub const fn update32(check: u16, old: u32, new: u32) -> u16 {
     !fold((!check) as u32 + (old & 0xffff) + (old >> 16) + (new & 0xffff) + (new >> 16))
 }
 
-/// The sum of the 16-bit words of which `words` consist, not folded to the end.
+/// The sum of the 16-bit halves of `words`, not folded.
 #[inline(always)]
 pub const fn sum_words(words: &[u32]) -> u32 {
-    let mut sum = 0u64;
+    let mut sum = 0u32;
     let mut i = 0;
     while i < words.len() {
-        sum += words[i] as u64;
+        sum += (words[i] & 0xffff) + (words[i] >> 16);
         i += 1;
     }
-    in_halves(sum)
-}
-
-/// A sum of 32-bit words as one of 16-bit words: carries count as much as they do in any other place (RFC 1071, section 2).
-#[inline(always)]
-const fn in_halves(sum: u64) -> u32 {
-    (sum & 0xffff) as u32 + (sum >> 16 & 0xffff) as u32 + (sum >> 32) as u32
+    sum
 }
 
 /// What to add to a sum of 16-bit words when `old` among the words it covers becomes `new`, folded.
@@ -46,7 +40,7 @@ pub fn difference(old: &[u32], new: &[u32]) -> u32 {
     for (old, new) in old.iter().zip(new) {
         sum += !old as u64 + *new as u64;
     }
-    fold(in_halves(sum)) as u32
+    fold((sum & 0xffff) as u32 + (sum >> 16 & 0xffff) as u32 + (sum >> 32) as u32) as u32
 }
 
 /// What to add to subtract a folded sum.

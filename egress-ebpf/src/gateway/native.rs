@@ -85,10 +85,10 @@ pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
     let unwrapped = match protocol {
         IPV4 => unwrap::<V4>(&pkt, config),
         IPV6 => unwrap::<V6>(&pkt, config),
-        VLAN => untag(&pkt).map(|(pkt, vlan)| (pkt, From::Vlan(vlan), TAG_LEN)),
+        VLAN => untag(&pkt).map(|vlan| (From::Vlan(vlan), TAG_LEN)),
         _ => None,
     };
-    let Some((pkt, from, taken)) = unwrapped else { return leave(&pkt, 0, tag) };
+    let Some((from, taken)) = unwrapped else { return leave(&pkt, 0, tag) };
     let step = match pkt.protocol() {
         IPV4 => either_way::<V4>(&pkt, config, &from),
         _ => either_way::<V6>(&pkt, config, &from),
@@ -101,12 +101,12 @@ pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
 pub fn from_outside(pkt: &Packet<Frame>) -> Verdict {
     let Some(config) = carrying() else { return Verdict::Pass };
     let Some(Arrived { frame: pkt, protocol, tag }) = arrived(pkt, config) else { return Verdict::Pass };
-    let (pkt, protocol, vlan, taken) = match protocol {
+    let (protocol, vlan, taken) = match protocol {
         VLAN => match untag(&pkt) {
-            Some((pkt, vlan)) => (pkt, pkt.protocol(), vlan, TAG_LEN),
+            Some(vlan) => (pkt.protocol(), vlan, TAG_LEN),
             None => return Verdict::Pass,
         },
-        protocol => (pkt, protocol, 0, 0),
+        protocol => (protocol, 0, 0),
     };
     let step = match protocol {
         IPV4 => inward::<V4>(&pkt, config, vlan),
@@ -170,40 +170,37 @@ fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, 
 #[inline(always)]
 fn leave(pkt: &Packet<Frame>, taken: i32, tag: u32) -> Verdict {
     let front = if tag != 0 { taken + TAG_LEN } else { taken };
-    if front == 0 {
-        return Verdict::Pass;
+    if front != 0 && !pkt.adjust_head(-front) || tag != 0 && pkt.put_back(tag).is_none() {
+        return Verdict::Drop(Counter::DropRedirect);
     }
-    match pkt.adjust_head(-front) {
-        Some(pkt) if tag == 0 || pkt.put_back(tag).is_some() => Verdict::Pass,
-        _ => Verdict::Drop(Counter::DropRedirect),
-    }
+    Verdict::Pass
 }
 
-/// Takes the outer headers off a translated packet. Returns the packet, where it comes from, and how many bytes were taken off. `None` for
-/// a tunnelled packet that is left to another program.
+/// Takes the outer headers off a translated packet. Returns where it comes from, and how many bytes were taken off. `None` for a tunnelled
+/// packet that is left to another program.
 #[inline(always)]
-fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(Packet<Frame>, From, i32)> {
+fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(From, i32)> {
     if !F::may_be_tunnelled(pkt, config) {
-        return Some((*pkt, From::Link, 0));
+        return Some((From::Link, 0));
     }
     let overhead = vxlan::overhead::<F>() as i32;
     match vxlan::wrapped::<F, _>(pkt, config) {
-        Wrapped::Not => Some((*pkt, From::Link, 0)),
-        Wrapped::Usual(VNI_FORWARD, source, _) if is_for_us(pkt) => {
-            Some((pkt.adjust_head(overhead)?, From::Tunnel(source), overhead))
+        Wrapped::Not => Some((From::Link, 0)),
+        Wrapped::Usual(VNI_FORWARD, source, _) if is_for_us(pkt) && pkt.adjust_head(overhead) => {
+            Some((From::Tunnel(source), overhead))
         }
         _ => None,
     }
 }
 
-/// Takes a frame from outside for this node out of its VLAN. Returns both. Only the frame's beginning moves: its MAC addresses do
+/// Takes a frame from outside for this node out of its VLAN, and returns the VLAN. Only the frame's beginning moves: its MAC addresses do
 /// not move with it. `None` for a priority tag.
 #[inline(always)]
-fn untag(pkt: &Packet<Frame>) -> Option<(Packet<Frame>, u32)> {
+fn untag(pkt: &Packet<Frame>) -> Option<u32> {
     let (tag, protocol) = pkt.tag()?;
     let vlan = tag & VLAN_BITS;
     let usual = vlan != 0 && matches!(protocol, IPV4 | IPV6) && is_for_us(pkt);
-    if usual { Some((pkt.adjust_head(TAG_LEN)?, vlan)) } else { None }
+    (usual && pkt.adjust_head(TAG_LEN)).then_some(vlan)
 }
 
 /// Whether a frame is for the MAC address of the interface on which it arrived.
@@ -380,13 +377,11 @@ fn at_card(pkt: &Packet<Frame>, config: &DatapathConfig, ifindex: u32) -> VlanSi
 /// Puts tag and MAC addresses into a frame that is sent.
 #[inline(always)]
 fn addressed(pkt: &Packet<Frame>, out: Outgoing, macs: &[u32; 3]) -> Result<Verdict, Left> {
-    let written = if out.tag == 0 {
-        pkt.write_words(0, macs)
-    } else {
-        let pkt = pkt.adjust_head(-TAG_LEN).ok_or(Left::For(Counter::XdpUnusual))?;
-        pkt.write_tag(out.tag).and(pkt.write_words(0, macs))
-    };
-    match written {
+    if out.tag != 0 && !pkt.adjust_head(-TAG_LEN) {
+        return Err(Left::For(Counter::XdpUnusual));
+    }
+    let tagged = if out.tag != 0 { pkt.write_tag(out.tag) } else { Some(()) };
+    match tagged.and(pkt.write_words(0, macs)) {
         Some(()) => Ok(out.verdict),
         None => Ok(Verdict::Drop(Counter::DropRedirect)),
     }
@@ -432,7 +427,9 @@ fn wrap(
     let outgoing = redirect(pkt, config, out.ifindex, node.mtu, length + overhead)?;
     let protocol = pkt.protocol();
     let (len, ecn) = (pkt.len(), vxlan::outer_ecn(pkt, protocol));
-    let pkt = &pkt.adjust_head(-(overhead as i32)).ok_or(Left::For(Counter::XdpUnusual))?;
+    if !pkt.adjust_head(-(overhead as i32)) {
+        return Err(Left::For(Counter::XdpUnusual));
+    }
     let sent = stats::number(Counter::SentVxlan as u32) as u32;
     let outer = Outer { config, node, vni: VNI_REPLY, entropy, sent, len, ecn, protocol };
     let (written, family) = if ipv4 { (outer.write_v4(pkt), IPV4) } else { (outer.write_v6(pkt), IPV6) };

@@ -103,21 +103,10 @@ impl Context for Skb {
 }
 
 /// A frame at an XDP hook. Only headers at their usual offsets are read; a frame with anything else is left to the programs at TC.
-///
-/// Where its bytes begin and end is read once, until its beginning moves: each of some twenty accesses would read both again.
 #[derive(Clone, Copy)]
 pub struct Frame {
     pub(super) raw: *mut xdp_md,
     pub(super) ifindex: u32,
-    pub(super) start: usize,
-    pub(super) end: usize,
-}
-
-impl Frame {
-    #[inline(always)]
-    pub(super) fn new(raw: *mut xdp_md, ifindex: u32) -> Self {
-        Self { raw, ifindex, start: field!(raw, data) as usize, end: field!(raw, data_end) as usize }
-    }
 }
 
 impl Context for Frame {
@@ -125,12 +114,12 @@ impl Context for Frame {
 
     #[inline(always)]
     fn data(self) -> usize {
-        self.start
+        field!(self.raw, data) as usize
     }
 
     #[inline(always)]
     fn data_end(self) -> usize {
-        self.end
+        field!(self.raw, data_end) as usize
     }
 
     #[inline(always)]

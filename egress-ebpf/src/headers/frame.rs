@@ -15,7 +15,7 @@ impl Packet<Frame> {
     /// The frame of a program's context.
     #[inline(always)]
     pub fn of_frame(ctx: &XdpContext) -> Self {
-        Self { context: Frame::new(ctx.ctx, field!(ctx.ctx, ingress_ifindex)) }
+        Self { context: Frame { raw: ctx.ctx, ifindex: field!(ctx.ctx, ingress_ifindex) } }
     }
 
     /// EtherType, network byte order.
@@ -24,14 +24,12 @@ impl Packet<Frame> {
         self.read::<u16>(ETH_LEN - 2).unwrap_or(0)
     }
 
-    /// The frame with its beginning moved: towards its end (positive) or its front. Bytes that were in front are still there when it
-    /// moves back. `self` cannot be read any more.
+    /// Moves the beginning of the frame: towards its end (positive) or its front. Bytes that were in front are still there when it
+    /// moves back.
     #[inline(always)]
-    pub fn adjust_head(&self, bytes: i32) -> Option<Self> {
-        let Frame { raw, ifindex, .. } = self.context;
+    pub fn adjust_head(&self, bytes: i32) -> bool {
         // SAFETY: the helper checks that there is room.
-        let moved = unsafe { bpf_xdp_adjust_head(raw, bytes) } == 0;
-        moved.then(|| Self { context: Frame::new(raw, ifindex) })
+        unsafe { bpf_xdp_adjust_head(self.context.raw, bytes) == 0 }
     }
 
     /// The tag of a frame whose EtherType says that it has one, and the EtherType inside.
@@ -51,9 +49,11 @@ impl Packet<Frame> {
     #[inline(always)]
     pub fn enter(&self, device: u32) -> Option<Self> {
         let macs = self.read::<[u32; 3]>(0)?;
-        let inner = self.adjust_head(TAG_LEN)?;
-        inner.write_words(0, &macs)?;
-        Some(Self { context: Frame { ifindex: device, ..inner.context } })
+        if !self.adjust_head(TAG_LEN) {
+            return None;
+        }
+        self.write_words(0, &macs)?;
+        Some(Self { context: Frame { ifindex: device, ..self.context } })
     }
 
     /// Undoes [`enter`](Self::enter), once the frame begins where it did before.
