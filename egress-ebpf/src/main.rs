@@ -197,6 +197,8 @@ pub fn underlay_ingress(ctx: TcContext) -> i32 {
 }
 
 /// At the driver of a gateway's underlay: what `underlay_ingress` does in the common case. Frames in several pieces are passed on.
+///
+/// Inlined, or LLVM makes the program a call of a function that is too large for it to inline.
 #[xdp(frags)]
 #[inline(always)]
 pub fn underlay_xdp(ctx: XdpContext) -> u32 {
@@ -204,7 +206,7 @@ pub fn underlay_xdp(ctx: XdpContext) -> u32 {
     action(native::from_nodes(&pkt))
 }
 
-/// At the driver of a gateway's uplinks: what `uplink_ingress` does in the common case.
+/// At the driver of a gateway's uplinks: what `uplink_ingress` does in the common case. Inlined like [`underlay_xdp`].
 #[xdp(frags)]
 #[inline(always)]
 pub fn uplink_xdp(ctx: XdpContext) -> u32 {
