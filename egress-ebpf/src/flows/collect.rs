@@ -34,6 +34,8 @@ use egress_common::{
 };
 
 const CLOCK_MONOTONIC: u64 = 1;
+/// `EBUSY`: the timer is initialised already.
+const BUSY: i64 = -16;
 
 /// Sets these programs' clock and, unless they are a trace's, arms the timer with their collector, even if one is running. 0 or a negative errno.
 #[inline(always)]
@@ -44,10 +46,13 @@ pub fn start() -> i32 {
         return 0;
     }
     let Some(c) = COLLECTOR.get_ptr_mut(0) else { return -1 };
-    // SAFETY: the timer lies in the element of the map that is named; it may be initialised already, which is fine.
+    // SAFETY: the timer lies in the element of the map that is named.
     unsafe {
         let timer = &raw mut (*c).timer;
-        bpf_timer_init(timer, (&raw const COLLECTOR).cast_mut().cast(), CLOCK_MONOTONIC);
+        let r = bpf_timer_init(timer, (&raw const COLLECTOR).cast_mut().cast(), CLOCK_MONOTONIC);
+        if r != 0 && r != BUSY {
+            return r as i32;
+        }
         let r = bpf_timer_set_callback(timer, run as *mut c_void);
         if r != 0 {
             return r as i32;

@@ -12,7 +12,7 @@ use nix::{
     errno::Errno,
     time::{ClockId, clock_getres},
 };
-use std::{fs, io, path::PathBuf, time::Duration};
+use std::{fs, io, path::PathBuf, thread, time::Duration};
 use thiserror::Error;
 
 /// The objects that `build.rs` has built: the usual one, and the one that reports what it decides.
@@ -35,6 +35,10 @@ pub const NATIVE: [&str; 2] = ["underlay_xdp", "uplink_xdp"];
 const ON_DEMAND: &str = "shaper_ingress";
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
+/// How often that is tried, and the pause in between: the kernel takes the timer's memory without waiting for anybody (`kmalloc_nolock`, since
+/// Linux 6.18), and may find none at that moment.
+const COLLECTOR_ATTEMPTS: usize = 100;
+const COLLECTOR_PAUSE: Duration = Duration::from_millis(10);
 /// The ring buffer of beginnings and ends of flows.
 pub const EVENTS: &str = "FLOW_EVENTS";
 /// The ring buffer of lines that the programs of a trace report. Nothing that only they have is pinned.
@@ -140,8 +144,8 @@ pub enum LoadError {
     #[error("the kernel does not report the resolution of CLOCK_MONOTONIC_COARSE: {0}")]
     Clock(Errno),
     /// The collector's timer was not armed.
-    #[error("the collector of idle flows does not start: error {0}")]
-    Collector(i32),
+    #[error("the collector of idle flows does not start: {0}")]
+    Collector(Errno),
 }
 
 /// The magic number of a BPF file system (`BPF_FS_MAGIC`).
@@ -384,9 +388,17 @@ impl Programs {
 
     /// Runs the program that arms the timer. An earlier agent's timer continues with this agent's collector.
     pub(super) fn start_collector(&mut self) -> Result<(), LoadError> {
-        match self.try_run(COLLECTOR)? {
-            0 => Ok(()),
-            error => Err(LoadError::Collector(error)),
+        let mut failure = Errno::ENOMEM;
+        for _ in 0..COLLECTOR_ATTEMPTS {
+            match self.try_run(COLLECTOR)? {
+                0 => return Ok(()),
+                error => failure = Errno::from_raw(-error),
+            }
+            if failure != Errno::ENOMEM {
+                break;
+            }
+            thread::sleep(COLLECTOR_PAUSE);
         }
+        Err(LoadError::Collector(failure))
     }
 }
