@@ -1,6 +1,6 @@
 //! What the datapath knows about egress IPs, their owners, their port blocks and the nodes.
 
-use crate::{layout::map_type, limits::MAX_EGRESS_HINTS, port_block};
+use crate::{hash, layout::map_type, limits::MAX_EGRESS_HINTS, port_block};
 
 map_type! {
     /// Value of `EGRESS_IPS`; the index is interned by the agent and means nothing outside of its node.
@@ -53,11 +53,10 @@ impl EgressIp {
     }
 }
 
-/// Where `EGRESS_HINTS` has the index of the egress IP whose address ends in this word (multiplication by the golden ratio: Knuth, The Art of
-/// Computer Programming, section 6.4).
+/// Where `EGRESS_HINTS` has the index of the egress IP whose address ends in this word.
 #[inline(always)]
 pub const fn hint(word: u32) -> u32 {
-    word.wrapping_mul(0x9e37_79b1) >> (u32::BITS - MAX_EGRESS_HINTS.ilog2())
+    hash::scatter(word) >> (u32::BITS - MAX_EGRESS_HINTS.ilog2())
 }
 
 /// Bits of [`EgressIp::flags`].

@@ -39,7 +39,14 @@ impl Words for crate::V6 {
 }
 
 /// The golden ratio, as a fraction of 2^64: odd, with bits spread evenly.
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+pub const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// A word times the golden ratio as a fraction of 2^32: different words stay different, and the upper bits are a cheap hash (Knuth, The Art of
+/// Computer Programming, section 6.4).
+#[inline(always)]
+pub const fn scatter(word: u32) -> u32 {
+    word.wrapping_mul((GOLDEN >> 32) as u32)
+}
 
 /// The sum of the words, each multiplied by its own power of [`GOLDEN`]; the exponent of the first word is `first`, at least 1. The upper half of
 /// such a sum is a hash (Lemire and Kaser, Strongly Universal String Hashing is Fast, 2014) whose multiplications do not depend on each other.
@@ -82,7 +89,7 @@ pub fn endpoint<A: Words>(src: A, seed: u32) -> u32 {
 /// The hash of a flow's `n`th attempt at a slot, 31 bits: attempts are a golden-ratio step apart.
 #[inline(always)]
 pub const fn attempt(hash: u32, n: u32) -> u32 {
-    hash.wrapping_add(n.wrapping_mul(0x9e37_79b9)) & 0x7fff_ffff
+    hash.wrapping_add(scatter(n)) & 0x7fff_ffff
 }
 
 #[cfg(test)]

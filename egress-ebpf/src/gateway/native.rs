@@ -430,10 +430,9 @@ fn wrap(
     if !pkt.adjust_head(-(overhead as i32)) {
         return Err(Left::For(Counter::XdpUnusual));
     }
-    let sent = stats::number(Counter::SentVxlan as u32) as u32;
-    let outer = Outer { config, node, vni: VNI_REPLY, entropy, sent, len, ecn, protocol };
-    let (written, family) = if ipv4 { (outer.write_v4(pkt), IPV4) } else { (outer.write_v6(pkt), IPV6) };
-    if written.and(pkt.write(ETH_LEN - 2, family)).is_none() {
+    let outer = Outer { config, node, vni: VNI_REPLY, entropy, len, ecn, protocol };
+    let family = if ipv4 { IPV4 } else { IPV6 };
+    if outer.write(pkt, ipv4).and(pkt.write(ETH_LEN - 2, family)).is_none() {
         return Ok(Verdict::Drop(Counter::DropRedirect));
     }
     // The frame has changed: it cannot be left any more.

@@ -6,18 +6,12 @@ use egress_common::verdict::Counter;
 /// Adds one.
 #[inline(always)]
 pub fn count(counter: Counter) {
-    number(counter as u32);
+    count_index(counter as u32);
 }
 
-/// Adds one to the counter with this index.
+/// The same for the counter with this index. Returns how many this CPU has counted before.
 #[inline(always)]
-pub fn count_index(counter: u32) {
-    number(counter);
-}
-
-/// Adds one to the counter with this index. Returns how many this CPU has counted before.
-#[inline(always)]
-pub fn number(counter: u32) -> u64 {
+pub fn count_index(counter: u32) -> u64 {
     let Some(n) = COUNTERS.get_ptr_mut(counter) else { return 0 };
     // SAFETY: the slot is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
     unsafe {

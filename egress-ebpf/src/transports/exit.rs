@@ -22,6 +22,7 @@ use core::mem::MaybeUninit;
 use egress_common::{
     V4, V6,
     egress::{EgressIp, Uplink, flags},
+    hash::GOLDEN,
     limits::MAX_HOPS,
     verdict::{Counter, Verdict},
 };
@@ -200,9 +201,8 @@ fn by_hop<F: Family>((hop, stale): (&'static Hop<F>, bool)) -> Option<Out<'stati
 /// (multiplication by the golden ratio: Knuth, The Art of Computer Programming, section 6.4).
 #[inline(always)]
 fn place<F: Family>(way: RouteQuery, src: &F, dst: &F) -> u32 {
-    const RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
     let fold = |address: &F| address.as_ref().iter().fold(0, |folded, word| folded ^ word);
-    let h = ((fold(src) ^ way.from) as u64).wrapping_mul(RATIO).wrapping_add(fold(dst) as u64).wrapping_mul(RATIO);
+    let h = ((fold(src) ^ way.from) as u64).wrapping_mul(GOLDEN).wrapping_add(fold(dst) as u64).wrapping_mul(GOLDEN);
     (h >> 32) as u32 % MAX_HOPS as u32
 }
 

@@ -17,6 +17,7 @@ use core::mem::offset_of;
 use egress_common::{
     V4, V6, csum,
     egress::deadline,
+    hash,
     probe::{MAGIC, PORT, Probe, ProbeAnswer, REPLY, REQUEST, SRC_MAC, VERSION, state},
     transport::clamp,
     verdict::{Counter, Verdict, purpose},
@@ -46,7 +47,7 @@ pub fn send<F: Family>(pkt: &Packet) -> u64 {
     };
     // Each takes another of the paths that a flow may take.
     let [.., a, b, c, d] = probe.seq;
-    let entropy = u32::from_be_bytes([a, b, c, d]).wrapping_mul(0x9e37_79b1);
+    let entropy = hash::scatter(u32::from_be_bytes([a, b, c, d]));
     Verdict::send(purpose::PROBE + (probe.transport & 3) as u32, index, entropy).to_bits()
 }
 

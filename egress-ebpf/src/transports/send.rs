@@ -19,6 +19,7 @@ use egress_common::{
     V4, V6,
     abi::{VNI_FORWARD, VNI_PROBE, VNI_REPLY},
     egress::NodeEntry,
+    hash,
     transport::{DIRECT, VXLAN, clamp},
     verdict::{Counter, Verdict, purpose},
 };
@@ -71,7 +72,7 @@ pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u6
 pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
     let mut h = ports.0 as u32 | (ports.1 as u32) << 16;
     h ^= address.last_word();
-    h.wrapping_mul(0x9e37_79b1)
+    hash::scatter(h)
 }
 
 /// The reply transport of node number `index`, as far as this node allows it.

@@ -61,10 +61,8 @@ pub fn send(pkt: &Packet, config: &DatapathConfig, node: &NodeEntry, vni: u32, e
         ALREADY => return Err(Counter::DeviceEncapsulated as u32),
         _ => return Err(Counter::DeviceRefused as u32),
     }
-    let sent = stats::number(Counter::SentVxlan as u32) as u32;
-    let outer = Outer { config, node, vni, entropy, sent, len, ecn, protocol };
-    let written = if ipv4 { outer.write_v4(pkt) } else { outer.write_v6(pkt) };
-    if written.is_none() {
+    let outer = Outer { config, node, vni, entropy, len, ecn, protocol };
+    if outer.write(pkt, ipv4).is_none() {
         return Ok(Verdict::Drop(Counter::DropRedirect));
     }
     Ok(pkt.redirect_hop(node))
@@ -86,8 +84,6 @@ pub struct Outer<'a> {
     pub vni: u32,
     /// Makes flows take different paths.
     pub entropy: u32,
-    /// How many this CPU has sent before.
-    pub sent: u32,
     /// Length of the inner frame.
     pub len: u32,
     /// Congestion bits.
@@ -113,12 +109,20 @@ impl Outer<'_> {
         ]
     }
 
+    /// Writes them, over IPv4 or IPv6, and counts the packet.
     #[inline(always)]
-    pub fn write_v4<C: Context>(&self, pkt: &Packet<C>) -> Option<()> {
+    pub fn write<C: Context>(&self, pkt: &Packet<C>, ipv4: bool) -> Option<()> {
+        let sent = stats::count_index(Counter::SentVxlan as u32) as u32;
+        if ipv4 { self.write_v4(pkt, sent) } else { self.write_v6(pkt) }
+    }
+
+    /// `sent` is how many this CPU has sent before.
+    #[inline(always)]
+    fn write_v4<C: Context>(&self, pkt: &Packet<C>, sent: u32) -> Option<()> {
         let (source, to) = (self.node.source[3], self.node.addr[3]);
         let length = (self.ecn << 16 | (self.len + OVERHEAD_V4 - ETH_LEN)).to_be();
         // A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented. A helper for random ones costs two calls.
-        let id = (self.sent ^ self.entropy) & 0xffff;
+        let id = (sent ^ self.entropy) & 0xffff;
         let check = !csum::fold(self.node.csum + csum::sum_words(&[length, id]));
         pkt.write_words(ETH_LEN, &[OUTER_V4 | length, id, OUTER_V4_TTL | (check as u32) << 16, source, to])?;
         pkt.write_words(ETH_LEN + V4::HEADER, &self.payload())?;
@@ -126,7 +130,7 @@ impl Outer<'_> {
     }
 
     #[inline(always)]
-    pub fn write_v6<C: Context>(&self, pkt: &Packet<C>) -> Option<()> {
+    fn write_v6<C: Context>(&self, pkt: &Packet<C>) -> Option<()> {
         let first = (6 << 28 | self.ecn << 20).to_be();
         let second = ((self.len + 16) << 16 | proto::UDP << 8 | 64).to_be();
         pkt.write_words(ETH_LEN, &[first, second])?;
