@@ -6,7 +6,6 @@ require (
 	github.com/spf13/cobra v1.8.1
 	go.etcd.io/etcd/server/v3 v3.5.16
 	k8s.io/component-base v0.32.2
-	k8s.io/kubectl v0.0.0
 	k8s.io/kubernetes v1.32.2
 )
 
@@ -180,6 +179,7 @@ require (
 	k8s.io/kube-openapi v0.0.0-20241105132330-32ad38e42d3f // indirect
 	k8s.io/kube-proxy v0.0.0 // indirect
 	k8s.io/kube-scheduler v0.0.0 // indirect
+	k8s.io/kubectl v0.0.0 // indirect
 	k8s.io/kubelet v0.32.2 // indirect
 	k8s.io/metrics v0.32.2 // indirect
 	k8s.io/mount-utils v0.0.0 // indirect

@@ -93,6 +93,10 @@ fn leaves_every_node_clean(world: &InstalledCluster, uninstall: impl FnOnce() ->
 /// traffic between pods and to Services alone.
 fn flannel_is_left_alone(world: &InstalledCluster) -> Result<()> {
     let world = world.beside_flannel()?;
+    leaves_pods_and_services_alone(&world).with_context(|| world.picture())
+}
+
+fn leaves_pods_and_services_alone(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 2)?;
     let [a, b] = &pods[..] else { bail!("{pods:?}") };
     ensure!(a.node != b.node, "both on {}", a.node);

@@ -216,7 +216,7 @@ impl InstalledCluster {
     /// Connects a pod to the API server through its Service.
     pub fn reaches_the_api_server(&self, pod: &ClusterPod) -> Result<()> {
         let service = SocketAddr::new(self.cluster_ip("kubernetes")?, 443);
-        let connected = pod.ns.run(|| Ok(TcpStream::connect_timeout(&service, ANSWER)?));
+        let connected = pod.ns.run(|| Ok(TcpStream::connect_timeout(&service, PATIENCE)?));
         connected.map(drop).with_context(|| format!("{} does not reach the API server", pod.name))
     }
 
