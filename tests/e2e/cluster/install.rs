@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use lab::cluster::SERVERS;
 use lab::traffic::{ConnectRate, ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Capture, wait_until};
@@ -93,7 +93,7 @@ fn leaves_every_node_clean(world: &InstalledCluster, uninstall: impl FnOnce() ->
 /// traffic between pods and to Services alone.
 fn flannel_is_left_alone(world: &InstalledCluster) -> Result<()> {
     let world = world.beside_flannel()?;
-    leaves_pods_and_services_alone(&world).with_context(|| world.picture())
+    leaves_pods_and_services_alone(&world).map_err(|error| anyhow!("{error:#}\n{}", world.picture()))
 }
 
 fn leaves_pods_and_services_alone(world: &InstalledCluster) -> Result<()> {
