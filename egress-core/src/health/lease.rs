@@ -12,6 +12,7 @@ use crate::model::NodeName;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseTimes {
     /// A lease that was not renewed for this long has lapsed, as long as other gateways renew theirs; if none does, after three times as long.
+    /// A lease that says itself that it lasts longer does: its gateway renews it accordingly, and answers as long.
     pub duration: Duration,
     /// Port blocks of a node that has been absent for this long may go to others.
     pub quarantine: Duration,
@@ -27,23 +28,15 @@ impl Default for LeaseTimes {
 /// after this many durations: without any gateway nothing could be done for the egress IPs anyway.
 const PATIENCE: u32 = 3;
 
-impl LeaseTimes {
-    /// How long no gateway renews before that is no evidence against any of them. Living gateways renew three times in a
-    /// duration, so the earliest of them would lapse a third of it before the latest.
-    fn all_quiet(&self) -> Duration {
-        self.duration * 2 / 3
-    }
+/// How long no gateway renews before that is no evidence against one whose lease lasts this long. Living gateways renew three times in
+/// a duration, so the earliest of them would lapse a third of it before the latest.
+fn all_quiet(duration: Duration) -> Duration {
+    duration * 2 / 3
+}
 
-    /// Until when no gateway has to renew, now that the leases have changed or can be read again after that time without.
-    fn excuse(&self, now: Duration, quiet: Duration) -> Duration {
-        now + quiet.min(2 * self.duration)
-    }
-
-    /// When a lease lapses that was last renewed at `renewed`, if no gateway has renewed since `quiet`.
-    fn lapse(&self, renewed: Duration, quiet: Duration) -> Duration {
-        let alone = renewed + self.duration;
-        if alone < quiet + self.all_quiet() { alone } else { alone.max(quiet + PATIENCE * self.duration) }
-    }
+/// Until when no gateway has to renew, now that the leases have changed or can be read again after that time without.
+fn excuse(now: Duration, quiet: Duration, duration: Duration) -> Duration {
+    now + quiet.min(2 * duration)
 }
 
 /// What tells one renewal of a lease from the next; compared for equality only.
@@ -53,6 +46,8 @@ pub struct Renewal {
     pub renew_time: Option<i128>,
     /// `metadata.resourceVersion`
     pub resource_version: String,
+    /// `spec.leaseDurationSeconds`; zero if the lease does not say it.
+    pub duration: Duration,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -63,6 +58,20 @@ struct TrackedLease {
     fresh_since: Option<Duration>,
     returned: bool,
     proven: bool,
+}
+
+impl TrackedLease {
+    /// How long it lasts if it is not renewed. The controller's own duration is the least: a gateway that says less gains nothing.
+    fn duration(&self, times: LeaseTimes) -> Duration {
+        self.renewal.as_ref().map_or(Duration::ZERO, |renewal| renewal.duration).max(times.duration)
+    }
+
+    /// When it lapses, if no gateway had to renew before `excused` and none that had to has renewed since `quiet`.
+    fn lapse(&self, times: LeaseTimes, excused: Duration, quiet: Duration) -> Duration {
+        let duration = self.duration(times);
+        let alone = self.renewed.max(excused) + duration;
+        if alone < quiet + all_quiet(duration) { alone } else { alone.max(quiet + PATIENCE * duration) }
+    }
 }
 
 /// Follows the leases of all gateways, and which nodes exist.
@@ -102,13 +111,16 @@ impl LeaseTracker {
             return;
         }
         let quiet = now.saturating_sub(self.quiet_since());
-        if quiet >= self.times.all_quiet() && self.leases.values().any(|lease| lease.fresh_since.is_some()) {
-            self.excused_until = self.times.excuse(now, quiet);
-        }
-        self.renewed = now;
+        let is_followed = self.leases.values().any(|lease| lease.fresh_since.is_some());
         let lease = self.leases.entry(node.clone()).or_default();
         lease.proven = self.looked || lease.renewal.is_some();
         lease.renewal = Some(renewal);
+        // One that need not renew for longer has not been quiet.
+        let duration = lease.duration(self.times);
+        if quiet >= all_quiet(duration) && is_followed {
+            self.excused_until = excuse(now, quiet, duration);
+        }
+        self.renewed = now;
         lease.renewed = now;
         lease.fresh_since.get_or_insert(now);
     }
@@ -150,7 +162,7 @@ impl LeaseTracker {
     /// long as nothing was seen (at most two durations) to reconnect to a server that was away or overloaded.
     pub fn regained_sight(&mut self, now: Duration) {
         if let Some(since) = self.blind_since.take() {
-            self.excused_until = self.times.excuse(now, now.saturating_sub(since));
+            self.excused_until = excuse(now, now.saturating_sub(since), self.times.duration);
         }
     }
 
@@ -162,7 +174,7 @@ impl LeaseTracker {
         let mut lapsed = false;
         let (times, excused, quiet) = (self.times, self.excused_until, self.quiet_since());
         for lease in self.leases.values_mut() {
-            if lease.fresh_since.is_some() && now >= times.lapse(lease.renewed.max(excused), quiet) {
+            if lease.fresh_since.is_some() && now >= lease.lapse(times, excused, quiet) {
                 lease.fresh_since = None;
                 lease.returned = true;
                 lapsed = true;
@@ -183,7 +195,7 @@ impl LeaseTracker {
         let lapses = fresh
             .clone()
             .filter(|_| self.blind_since.is_none())
-            .map(|(lease, _)| self.times.lapse(lease.renewed.max(self.excused_until), self.quiet_since()));
+            .map(|(lease, _)| lease.lapse(self.times, self.excused_until, self.quiet_since()));
         let settles = fresh.flat_map(|(_, since)| delays.iter().map(move |delay| since + *delay));
         let gone = self.absent_since.values().map(|since| *since + self.times.quarantine);
         lapses.chain(settles.chain(gone).filter(|at| *at > now)).min()
@@ -223,7 +235,12 @@ mod tests {
     }
 
     fn renewal(n: u64) -> Renewal {
-        Renewal { renew_time: Some(n.into()), resource_version: n.to_string() }
+        lasting(n, 2000)
+    }
+
+    /// A renewal by a gateway whose leases last that many ms.
+    fn lasting(n: u64, duration: u64) -> Renewal {
+        Renewal { renew_time: Some(n.into()), resource_version: n.to_string(), duration: ms(duration) }
     }
 
     fn tracker() -> (LeaseTracker, NodeName) {
@@ -356,6 +373,34 @@ mod tests {
         another_renews(&mut tracker, &[3600, 5000, 6000, 7000, 8000]);
         assert!(!tracker.poll(ms(8599)) && tracker.poll(ms(8600)));
         assert!(!tracker.health(ms(8600)).of(&gw).is_fresh());
+    }
+
+    #[test]
+    fn skewed_leases_each_lasts_as_long_as_it_says_and_one_does_not_prolong_another() {
+        let (mut tracker, gw) = tracker();
+        // As after the leases of all nodes were made shorter: this agent has not been restarted yet, and renews when it always did.
+        for at in [0, 3000, 6000] {
+            tracker.observe(&gw, lasting(at, 9000), ms(at));
+            another_renews(&mut tracker, &[at + 10, at + 600, at + 1200, at + 1800, at + 2400]);
+            assert!(tracker.health(ms(at + 2999)).nodes.values().all(NodeHealth::is_fresh), "{at}");
+        }
+        // The other one dies, and then this one.
+        for at in [9000, 12_000] {
+            tracker.observe(&gw, lasting(at, 9000), ms(at));
+        }
+        let mut other_dead = tracker.clone();
+        assert!(other_dead.poll(ms(12_000)) && other_dead.health(ms(12_000)).of(&gw).is_fresh());
+        another_renews(&mut tracker, &(12_010..21_000).step_by(600).collect::<Vec<_>>());
+        assert!(!tracker.poll(ms(20_999)) && tracker.poll(ms(21_000)));
+        assert!(!tracker.health(ms(21_000)).of(&gw).is_fresh());
+    }
+
+    #[test]
+    fn skewed_leases_a_lease_that_says_less_than_the_controller_expects_lasts_as_expected() {
+        let (mut tracker, gw) = tracker();
+        tracker.observe(&gw, lasting(0, 1), ms(0));
+        another_renews(&mut tracker, &[700, 1500]);
+        assert!(!tracker.poll(ms(1999)) && tracker.poll(ms(2000)));
     }
 
     proptest! {

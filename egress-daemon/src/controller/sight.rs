@@ -1,6 +1,6 @@
 //! What a controller knows of gateways, and the part of it that a plan depends on. Pure.
 
-use crate::store::lease::GATEWAY_LEASE_PREFIX;
+use crate::store::lease::{GATEWAY_LEASE_PREFIX, stated_duration};
 use egress_core::{
     health::{Health, LeaseTimes, LeaseTracker, Renewal},
     model::{Failback, NodeName, Snapshot},
@@ -53,6 +53,7 @@ impl Sight {
             let renewal = Renewal {
                 renew_time: spec.and_then(|spec| spec.renew_time.as_ref()).map(|time| time.0.as_nanosecond()),
                 resource_version: lease.metadata.resource_version.clone().unwrap_or_default(),
+                duration: stated_duration(lease).unwrap_or_default(),
             };
             self.gateways.observe(&node, renewal, now);
             known.insert(node);

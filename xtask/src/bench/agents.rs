@@ -45,6 +45,11 @@ impl<'a> Agents<'a> {
         Ok(Self { cluster, program: program.to_owned(), running: BTreeMap::new(), pods, scope })
     }
 
+    /// The agents' configuration.
+    pub fn config(&self) -> PathBuf {
+        self.scope.dir().join(CONFIG)
+    }
+
     /// A namespace in the network of the nodes, with their `host`th address. What runs there ends if this program is interrupted.
     pub fn namespace(&mut self, host: u32) -> Result<NetNs> {
         let ns = self.scope.namespace(&format!("n{host}"))?;
@@ -72,7 +77,7 @@ impl<'a> Agents<'a> {
         command.args(["-n", if is_gateway(node) { "0" } else { "19" }]).arg(&self.program);
         command.args(["agent", "--log", "warn", "--node", &name]).arg("--bpffs").arg(self.scope.bpffs(&name));
         command.arg("--kubeconfig").arg(self.cluster.dir().join("kubeconfig"));
-        command.arg("--config").arg(self.scope.dir().join(CONFIG));
+        command.arg("--config").arg(self.config());
         command.env("STATE_DIRECTORY", self.scope.dir().join(&name)).stdout(log.try_clone()?).stderr(log);
         self.running.insert(node, (ns, Running(command.spawn().context("an agent")?)));
         self.give_interfaces(node)

@@ -114,7 +114,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     step.end("✓", &format!("{}", agents.count()));
 
     let step = Step::start("a controller in front of it");
-    let first = large.controller("first", &outside)?;
+    let first = large.controller("first", &outside, &agents.config())?;
     let created = || Ok([large.count("egressips")?, large.count("egressnodes")?]);
     let all = [u64::from(egress_ips), u64::from(nodes)];
     wait_until("every egress IP and node has its object", PATIENCE, created, |found| *found == all)?;
@@ -153,7 +153,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     agents.start(nodes + 1)?;
     add("a node that joins, with its agent", large.settled()?, 0);
     drop(first);
-    let second = large.controller("second", &outside)?;
+    let second = large.controller("second", &outside, &agents.config())?;
     let leads = |holder: &Option<String>| {
         holder.as_ref().is_some_and(|holder| holder.ends_with(&format!("-{}", second.0.id())))
     };
@@ -215,10 +215,13 @@ impl Large {
         Ok(filler)
     }
 
-    fn controller(&self, name: &str, ns: &NetNs) -> Result<Running> {
-        let log = File::create(self.cluster.dir().join(format!("{name}.log"))).context("the controller's log")?;
+    /// Starts a controller with the agents' configuration. Its log stays in xtask's folder: it says what changed owners.
+    fn controller(&self, name: &str, ns: &NetNs, config: &Path) -> Result<Running> {
+        let log = workspace::scratch_dir()?.join(format!("scale-controller-{name}.log"));
+        let log = File::create(log).context("the controller's log")?;
         let mut command = ns.command(self.binaries.join("egress-daemon"));
-        command.args(["controller", "--log", "warn", "--kubeconfig"]).arg(self.cluster.dir().join("kubeconfig"));
+        command.args(["controller", "--kubeconfig"]).arg(self.cluster.dir().join("kubeconfig"));
+        command.arg("--config").arg(config);
         Ok(Running(command.stdout(log.try_clone()?).stderr(log).spawn().context("the controller")?))
     }
 

@@ -6,6 +6,7 @@
 use super::cache::Cache;
 use super::follow::{by_name, of_kind, value};
 use super::trim::version;
+use crate::store::lease::stated_duration;
 use crate::store::{Guard, Kind, ObjectRef, StoreError, Verb, Write};
 use egress_objects::api::Violation;
 use k8s_openapi::api::coordination::v1::Lease;
@@ -151,9 +152,8 @@ fn is_held(cache: &Cache, guard: &Guard) -> bool {
     let Some(spec) = lease.spec.as_ref() else { return false };
     let held = spec.holder_identity.as_deref().is_some_and(|holder| !holder.is_empty());
     let same = spec.lease_transitions.and_then(|epoch| u64::try_from(epoch).ok()) == Some(guard.epoch);
-    let seconds = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok()).unwrap_or(0);
     // The elector's margin for clocks that run at different rates.
-    let duration = Duration::from_secs(seconds) * 9 / 10;
+    let duration = stated_duration(&lease).unwrap_or_default() * 9 / 10;
     held && same && cache.last_renewal(&guard.lease).is_some_and(|sent| sent.elapsed() < duration)
 }
 

@@ -5,6 +5,7 @@
 //! before it wrote, the others from when they saw the write; and a lease that has changed since cannot be taken over.
 //! The times written into the lease are only informational: they are never compared with another machine's clock.
 
+use super::stated_duration;
 use crate::store::Key;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
@@ -167,9 +168,7 @@ impl Elector {
     }
 
     fn duration_of(&self, lease: &Lease) -> Duration {
-        let seconds = lease.spec.as_ref().and_then(|spec| spec.lease_duration_seconds);
-        let written = seconds.and_then(|seconds| u64::try_from(seconds).ok()).map(Duration::from_secs);
-        written.unwrap_or(self.terms.duration)
+        stated_duration(lease).unwrap_or(self.terms.duration)
     }
 
     /// The lease as this candidate wants it.

@@ -9,6 +9,9 @@ mod tests;
 pub use elector::{Decision, Elector, LeaseAction, LeaseTerms};
 pub use keeper::{LeaseKeeper, LeaseState};
 
+use k8s_openapi::api::coordination::v1::Lease;
+use std::time::Duration;
+
 /// Namespace of the leases that Spillway writes.
 pub const LEASE_NAMESPACE: &str = "spillway";
 /// Name of the lease of the leading controller.
@@ -20,4 +23,10 @@ pub const GATEWAY_LEASE_PREFIX: &str = "spillway-gateway-";
 /// Name of the lease by which a gateway shows that it is alive.
 pub fn gateway_lease(node: &str) -> String {
     format!("{GATEWAY_LEASE_PREFIX}{node}")
+}
+
+/// How long a lease lasts after a renewal, as its holder has written.
+pub fn stated_duration(lease: &Lease) -> Option<Duration> {
+    let seconds = lease.spec.as_ref()?.lease_duration_seconds?;
+    u64::try_from(seconds).ok().map(Duration::from_secs)
 }
