@@ -90,7 +90,7 @@ impl Boss {
         let config = ControllerConfig::new(identity.clone());
         let (duration, renew) = (config.lease_duration, config.renew_every);
         let keeper = Keeper::new(CONTROLLER_LEASE.into(), identity, duration, renew);
-        let sight = Sight::new(LeaseTimes { duration: times.lease, quarantine: QUARANTINE });
+        let sight = Sight::new(LeaseTimes { duration: times.lease_of_controllers, quarantine: QUARANTINE });
         Self { client, keeper, sight, leading: None, next_keeper: now, next: now }
     }
 

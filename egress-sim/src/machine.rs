@@ -41,6 +41,8 @@ const MACHINES: u8 = 8;
 #[derive(Clone, Copy)]
 pub struct Times {
     pub lease: Duration,
+    /// The controllers' own setting: shorter where they have a new configuration that the agents do not have yet.
+    pub lease_of_controllers: Duration,
     pub renew: Duration,
     pub deadline: Duration,
 }

@@ -62,6 +62,7 @@ pub fn cluster(seed: u64, trace: bool) -> SimCluster {
     let selective = rng.chance(333);
     let times = Times {
         lease: Duration::from_secs(lease),
+        lease_of_controllers: Duration::from_secs(lease) / if rng.chance(300) { 3 } else { 1 },
         renew: Duration::from_secs(lease) / 3,
         deadline: Duration::from_secs(lease) * 2 / 3,
     };
