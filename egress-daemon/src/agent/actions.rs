@@ -125,8 +125,8 @@ impl Agent {
         self.reopen_tunnel().await;
         self.routes.check_secured();
         self.advertised.look_again();
-        // This walks the kernel's whole socket table.
-        self.sockets.begin(NodePorts::read);
+        // This walks the kernel's whole socket table, which takes seconds where a million connections end.
+        self.sockets.begin_sparingly(NodePorts::read);
     }
 
     /// Ensures that the tunnel device exists: anybody may have deleted it.
