@@ -286,8 +286,12 @@ fn keep_little_memory() {
     }
 }
 
+/// Threads of the runtime. By default it has one for each processor, and a node may have hundreds of these. A daemon waits most of the time,
+/// and long work has threads of its own.
+const WORKERS: usize = 2;
+
 fn wait_for(task: impl Future<Output = Result<ExitCode>>) -> Result<ExitCode> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(WORKERS).enable_all().build();
     runtime.context("the runtime cannot be started")?.block_on(task)
 }
 
