@@ -24,6 +24,8 @@ pub const PROBE_COUNT: u32 = 3;
 pub const LEASE_RENEW: Duration = Duration::from_secs(5);
 /// Default of [`LeaseConfig::duration`].
 pub const LEASE_DURATION: Duration = Duration::from_secs(15);
+/// The longest [`LeaseConfig::duration`]. A controller believes no lease that says more.
+pub const LONGEST_LEASE: Duration = Duration::from_secs(3600);
 /// Default of [`Config::start_limit`]: more than a pod takes to get its network on a busy node.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
 /// Default of [`Config::drain_timeout`].
@@ -117,7 +119,8 @@ pub struct Probe {
 pub struct LeaseConfig {
     /// `renew`: how often a holder renews its lease.
     pub renew: Duration,
-    /// `duration`: how long a lease that is not renewed stays in force; three times as long for gateways while none renews.
+    /// `duration`: how long a lease that is not renewed stays in force, if it does not say more itself; three times as long for gateways
+    /// while none renews.
     pub duration: Duration,
 }
 

@@ -1,7 +1,7 @@
 //! From YAML to a checked [`Config`]: every fault is found in one go, each with its field and what to write instead.
 
 use super::{
-    Announce, Config, Fault, Firewall, Foreign, Setting,
+    Announce, Config, Fault, Firewall, Foreign, LONGEST_LEASE, Setting,
     values::{
         FLOWS, Refusal, address, boolean, choice, count, duration_in, flows, interface, list, one_bit, port, refuse,
         shown, text_of, timeout, whole,
@@ -114,13 +114,13 @@ fn read(value: Value, found: &mut Found) -> Config {
             "renew",
             ["5s", "how often a gateway, and the leading controller, renews its lease"],
             &mut config.lease.renew,
-            |v| duration_in(v, 50, 3_600_000),
+            |v| duration_in(v, 50, LONGEST_LEASE.as_millis() as u64),
         );
         lease.set(
             "duration",
-            ["15s", "how long a lease that is not renewed stays in force; three times as long for gateways while none renews"],
+            ["15s", "how long a lease that is not renewed stays in force, if it does not say more itself; three times as long for gateways while none renews"],
             &mut config.lease.duration,
-            |v| duration_in(v, 100, 3_600_000),
+            |v| duration_in(v, 100, LONGEST_LEASE.as_millis() as u64),
         );
     });
     config.deadline = config.lease.longest_deadline();

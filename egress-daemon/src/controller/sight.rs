@@ -1,5 +1,6 @@
 //! What a controller knows of gateways, and the part of it that a plan depends on. Pure.
 
+use crate::config::LONGEST_LEASE;
 use crate::store::lease::{GATEWAY_LEASE_PREFIX, stated_duration};
 use egress_core::{
     health::{Health, LeaseTimes, LeaseTracker, Renewal},
@@ -53,7 +54,7 @@ impl Sight {
             let renewal = Renewal {
                 renew_time: spec.and_then(|spec| spec.renew_time.as_ref()).map(|time| time.0.as_nanosecond()),
                 resource_version: lease.metadata.resource_version.clone().unwrap_or_default(),
-                duration: stated_duration(lease).unwrap_or_default(),
+                duration: stated_duration(lease).unwrap_or_default().min(LONGEST_LEASE),
             };
             self.gateways.observe(&node, renewal, now);
             known.insert(node);
