@@ -27,7 +27,7 @@ use egress_common::{
 };
 use ipnet::IpNet;
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
     str::FromStr,
     sync::Arc,
@@ -237,6 +237,8 @@ impl Encoder {
         // and the next address to get its index has a higher generation.
         let retired = |e: &EgressIp| EgressIp { addr: e.addr, generation: e.generation, ..EgressIp::EMPTY };
         tables.egress_ips = present.egress_ips.iter().map(|(i, e)| (*i, retired(e))).collect();
+        // By hash: each of the leases, of which a gateway has many, names a node.
+        let nodes: HashMap<&NodeName, u16> = self.nodes.0.iter().map(|(name, number)| (name, *number as u16)).collect();
         for (address, e) in &view.egress_ips {
             let Some(&index) = self.egress.0.get(address) else { continue };
             let addr = net::any(*address);
@@ -297,7 +299,7 @@ impl Encoder {
             let mut table = LeaseTable { node: [0; port_block::ROWS] };
             for (block, node) in &e.leases {
                 let row = port_block::row(port_block::first_port(*block));
-                table.node[row] = self.nodes.0.get(node).map_or(0, |n| *n as u16);
+                table.node[row] = nodes.get(node).copied().unwrap_or(0);
             }
             if table.node.iter().any(|n| *n != 0) {
                 tables.leases.insert(index, table);

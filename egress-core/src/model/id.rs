@@ -135,7 +135,7 @@ impl FromStr for PoolId {
 }
 
 /// A node's name.
-#[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeName(Arc<str>);
 
 impl NodeName {

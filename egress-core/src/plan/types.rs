@@ -1,6 +1,6 @@
 //! What a plan is made of.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -306,14 +306,13 @@ pub struct Plan {
 impl Plan {
     /// The highest revision of a lease of each node that has any.
     pub fn highest_leases(&self) -> BTreeMap<NodeName, u64> {
-        let mut highest = BTreeMap::new();
+        // By hash: names of nodes have long common prefixes, and a gateway of 5,000 nodes has 60,000 leases.
+        let mut highest: HashMap<&NodeName, u64> = HashMap::new();
         for lease in self.blocks.values().flat_map(BTreeMap::values) {
-            match highest.get_mut(&lease.node) {
-                Some(revision) => *revision = lease.revision.max(*revision),
-                None => drop(highest.insert(lease.node.clone(), lease.revision)),
-            }
+            let revision = highest.entry(&lease.node).or_default();
+            *revision = lease.revision.max(*revision);
         }
-        highest
+        highest.into_iter().map(|(node, revision)| (node.clone(), revision)).collect()
     }
 
     /// The highest revision of a lease of one node; 0 if it has none.
