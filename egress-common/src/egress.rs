@@ -125,7 +125,7 @@ map_type! {
 pub mod deadline {
     /// The node can carry egress IPs until this time.
     pub const ABLE: u32 = 0;
-    /// It holds its lease until this time.
+    /// It says until this time that it holds its lease.
     pub const LEASE: u32 = 1;
 }
 

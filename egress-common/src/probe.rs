@@ -54,7 +54,7 @@ pub mod state {
     /// The gateway cannot carry egress IPs now: its agent has been dead for longer than its deadline, its uplink is down, or it
     /// is being drained. It still forwards what it receives.
     pub const UNABLE: u8 = 1;
-    /// The gateway holds its lease: it, at least, can reach the store.
+    /// The gateway holds its lease, and is not late with a renewal: it, at least, can reach the store.
     pub const HELD: u8 = 2;
 }
 

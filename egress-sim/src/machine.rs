@@ -223,9 +223,9 @@ impl SimAgent {
         let now = hands.now - self.start;
         match action {
             Action::Probe(name, request) => hands.effects.push(Effect::Probe(name, request)),
-            Action::Heartbeat { able, lease } => {
+            Action::Heartbeat { able, held } => {
                 let until = |length: Duration| if length.is_zero() { length } else { hands.now + length };
-                (hands.kernel.able_until, hands.kernel.held_until) = (until(able), until(lease));
+                (hands.kernel.able_until, hands.kernel.held_until) = (until(able), until(held));
             }
             Action::ReadCounters => self.machine.handle_counters(hands.kernel.asked, 0, now),
             Action::CountPorts(growth) => {

@@ -6,10 +6,11 @@
 //! be dead once anything else, an answer or a probe, arrives later than its last answer.
 //!
 //! A gateway that cannot renew its lease continues, as long as no other can either: then the store is away, and nothing is planned. If
-//! another carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. When
-//! the store is back, some have their leases earlier than others: the controller gives each a whole duration for it, and so does this. The
-//! controller also plans without a gateway that was cut off: what that one knows is outdated until its watches are back, which takes longer
-//! than its lease.
+//! another carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. While
+//! the store is away, leases lapse one after the other: a carrier says that it holds its own only as long as that tells something
+//! ([`says_held_until`]). When the store is back, some have their leases earlier than others: the controller gives each a whole duration for
+//! it, and so does this. The controller also plans without a gateway that was cut off: what that one knows is outdated until its watches are
+//! back, which takes longer than its lease.
 
 use crate::{
     health::{ProbeState, ProbeTimes},
@@ -22,6 +23,12 @@ use std::{
 
 /// How long a gateway that was replaced holds its lease before it answers again: it reads what was planned meanwhile.
 pub const READ: Duration = Duration::from_secs(5);
+
+/// Until when a gateway that holds its lease until `until` tells others so. Living gateways renew three times in a duration. So one that
+/// still says it when another's lease ends has renewed since that one should have: the store is not away.
+pub fn says_held_until(until: Duration, duration: Duration) -> Duration {
+    until.saturating_sub(duration / 3)
+}
 
 /// What is known about it.
 #[derive(Debug)]
@@ -45,8 +52,8 @@ pub struct Reach {
     held: Option<Duration>,
     /// Since when it has been held.
     since: Option<Duration>,
-    /// Since when some other carrier has held its own.
-    others: Option<Duration>,
+    /// Since when some other carrier has said that it holds its own, and when one said it last.
+    others: Option<(Duration, Duration)>,
     reached: bool,
     /// It may be cut off, rather than others dead.
     doubted: bool,
@@ -135,17 +142,24 @@ impl Reach {
         }
         self.since = self.since.filter(|_| lease.held).or(lease.held.then_some(now));
         let others = self.peers.iter().any(|peer| holding.contains(peer));
-        self.others = self.others.filter(|_| others).or(others.then_some(now));
-        let end = self.held.map_or(lease.duration, |held| held + self.patience);
-        let lost = now > end;
-        // A carrier that took its lease later than that was without one as well: the store was away, and is back for some before others.
-        let passed_by = self.others.is_some_and(|since| since <= end || now > since + lease.duration);
+        // A tenth of a duration after the last of them stopped saying it, none has renewed for two thirds of one: the controller excuses all.
+        let excused = lease.duration / 10 + self.patience;
+        self.others = self.others.filter(|(_, last)| now <= *last + excused);
+        if others {
+            self.others = Some((self.others.map_or(now, |(since, _)| since), now));
+        }
+        let lost = now > self.held.map_or(lease.duration, |held| held + self.patience);
+        // If a carrier has said it only since later than that, none could renew for two thirds of a duration: the store was away, and is back
+        // for some before others.
+        let quiet = self.held.unwrap_or(lease.duration).saturating_sub(lease.duration / 5);
+        let long = self.others.is_some_and(|(since, _)| since <= quiet || now > since + lease.duration);
+        let passed_by = others && long;
         let replaced = match self.since {
             _ if !lease.wanted => false,
             _ if lost && (!self.reached || passed_by) => true,
             Some(since) => self.replaced && now < since + READ,
             // If none holds one, nothing was planned. While none answers, that is not known.
-            None => self.replaced && (others || !(lost && self.company)),
+            None => self.replaced && (self.others.is_some() || !(lost && self.company)),
         };
         let changed = std::mem::replace(&mut self.replaced, replaced) != replaced;
         if changed {
@@ -267,7 +281,10 @@ mod tests {
         update(&mut reach, &BTreeMap::from([("a".into(), ProbeState::Alive)]), 0, ms(0));
         let (all, none) = (BTreeSet::from(["a".into()]), BTreeSet::new());
         let lease = |held| LeaseWord { wanted: true, held, duration: ms(15_000) };
-        assert!(!reach.compare(lease(false), &all, ms(15_000)), "it has just started");
+        assert!(!reach.compare(lease(false), &all, ms(100)), "it has just started");
+        for later in (1_000..=15_000).step_by(1_000) {
+            assert!(!reach.compare(lease(false), &all, ms(later)));
+        }
         assert!(reach.compare(lease(false), &all, ms(15_001)) && !reach.is_reached());
         assert!(!reach.compare(lease(true), &all, ms(16_000)), "it does not know yet what was planned");
         assert!(!reach.compare(lease(true), &all, ms(20_999)));
@@ -277,13 +294,62 @@ mod tests {
             !reach.compare(lease(false), &all, ms(60_001)),
             "one can again: this node has a lease's time to follow"
         );
-        assert!(!reach.compare(lease(false), &all, ms(75_001)));
+        for later in (61_001..=75_001).step_by(1_000) {
+            assert!(!reach.compare(lease(false), &all, ms(later)));
+        }
         assert!(reach.compare(lease(false), &all, ms(75_002)), "it does not");
-        assert!(reach.compare(lease(false), &none, ms(75_003)) && reach.is_reached(), "the other one no longer can");
+        assert!(!reach.compare(lease(false), &none, ms(76_802)), "the other one is late with its renewal");
+        assert!(reach.compare(lease(false), &none, ms(76_803)) && reach.is_reached(), "it no longer can");
         let given_up = LeaseWord { wanted: false, ..lease(false) };
-        reach.compare(lease(false), &all, ms(75_004));
-        assert!(reach.compare(lease(false), &all, ms(90_005)) && !reach.is_reached());
-        assert!(reach.compare(given_up, &all, ms(91_000)) && reach.is_reached(), "the plan does not use it");
+        for later in (76_804..=91_804).step_by(1_000) {
+            assert!(!reach.compare(lease(false), &all, ms(later)));
+        }
+        assert!(reach.compare(lease(false), &all, ms(91_805)) && !reach.is_reached());
+        assert!(reach.compare(given_up, &all, ms(92_000)) && reach.is_reached(), "the plan does not use it");
+    }
+
+    /// Two gateways renew every 5 s, or as soon as they can: they try again every 1.2 s. The first one begins at `phase`. Returns when it did
+    /// not answer, in ms.
+    fn silent(phase: u64, end: u64, first_can: impl Fn(u64) -> bool, other_can: impl Fn(u64) -> bool) -> Vec<u64> {
+        let ms = Duration::from_millis;
+        let duration = ms(15_000);
+        let mut reach = Reach::new(ProbeTimes::default());
+        reach.set_peers(["a".into()].into());
+        update(&mut reach, &BTreeMap::from([("a".into(), ProbeState::Alive)]), 0, ms(0));
+        // The holder counts nine tenths of its lease.
+        let holds = duration * 9 / 10;
+        let ([mut own, mut others], mut next) = ([holds; 2], [phase, 0]);
+        let mut silent = Vec::new();
+        for now in (0..end).step_by(100) {
+            let renew = |next: &mut u64, until: &mut Duration, can: bool| {
+                if now >= *next {
+                    *next = now + if can { 5_000 } else { 1_200 };
+                    *until = if can { ms(now) + holds } else { *until };
+                }
+            };
+            renew(&mut next[0], &mut own, first_can(now));
+            renew(&mut next[1], &mut others, other_can(now));
+            let at = ms(now);
+            let holding = (at < says_held_until(others, duration)).then(|| "a".into()).into_iter().collect();
+            reach.compare(LeaseWord { wanted: true, held: at < own, duration }, &holding, at);
+            silent.extend((!reach.is_reached()).then_some(now));
+        }
+        silent
+    }
+
+    #[test]
+    fn lapse_order_a_gateway_whose_lease_lapses_before_others_goes_on_while_none_can_renew() {
+        for phase in (0..5_000).step_by(700) {
+            for away in (5_000..40_000).step_by(1_900) {
+                for begin in (60_000..65_000).step_by(1_100) {
+                    let can = |now| !(begin..begin + away).contains(&now);
+                    assert_eq!(silent(phase, 180_000, can, can), [] as [u64; 0], "{phase} {begin} {away}");
+                }
+            }
+            let silent = silent(phase, 120_000, |now| now < 60_000, |_| true);
+            assert!((68_500..=73_800).contains(&silent[0]), "the store is away for this one only: {}", silent[0]);
+            assert_eq!(silent.last(), Some(&119_900));
+        }
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl Agent {
                     tracing::debug!("probe to {name} ({}): {e}", request.remote);
                 }
             }
-            Action::Heartbeat { able, lease } => self.send_heartbeat(able, lease),
+            Action::Heartbeat { able, held } => self.send_heartbeat(able, held),
             Action::ReadCounters => self.read_counters(),
             Action::CountPorts(growth) => self.begin_count(growth),
             Action::LookAgain => self.look_again().await,
@@ -99,13 +99,13 @@ impl Agent {
         }
     }
 
-    fn send_heartbeat(&mut self, able: Duration, lease: Duration) {
+    fn send_heartbeat(&mut self, able: Duration, held: Duration) {
         let until = |length: Duration| match length.is_zero() {
             true => 0,
             false => monotonic_ns() + length.as_nanos() as u64,
         };
-        let (able, lease) = (until(able), until(lease));
-        if let Err(e) = self.writer.set_deadline(able).and_then(|()| self.writer.set_lease(lease)) {
+        let (able, held) = (until(able), until(held));
+        if let Err(e) = self.writer.set_deadline(able).and_then(|()| self.writer.set_lease(held)) {
             tracing::error!("cannot extend the deadline; the datapath will stop answering for egress IPs: {e}");
         }
     }

@@ -314,7 +314,7 @@ impl MapWriter {
         self.maps.deadline.set(&deadline::ABLE, &until)
     }
 
-    /// Until when (`CLOCK_MONOTONIC`, ns) this node holds its lease.
+    /// Until when (`CLOCK_MONOTONIC`, ns) this node says that it holds its lease.
     pub fn set_lease(&mut self, until: u64) -> Result<(), MapsError> {
         self.maps.deadline.set(&deadline::LEASE, &until)
     }

@@ -254,8 +254,8 @@ fn back(world: &InstalledCluster, address: IpAddr, node: &str) -> Result<()> {
     .map(drop)
 }
 
-/// docs/failures.md: deaf-restart. The agent of a gateway is killed meanwhile, and the next one has nowhere to read objects
-/// from.
+/// docs/failures.md: deaf-restart and lapse-order. The agent of a gateway is killed meanwhile, and the next one has nowhere to
+/// read objects from.
 fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     // The kubelet starts a container at once only if it has not ended before: a gateway's agent may have died with its node.
     world.roll_out("daemonset/spillway-agent")?;
@@ -292,11 +292,14 @@ fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     let pauses: Vec<Duration> =
         load.clients.iter().flat_map(TcpClients::connections).map(|one| one.longest_pause).collect();
     eprintln!("the_api_server_is_away: longest pause {:?}", pauses.iter().max());
+    let owners = load.owners.clone();
     let trace = load.finish()?;
-    let terms = terms(&trace, address);
-    let who: BTreeSet<[u8; 6]> =
-        terms.iter().filter(|term| term.to - term.from >= SETTLED).map(|term| term.mac).collect();
-    ensure!(who.len() == 1, "{address} was answered for by {who:02x?} while the agent of {node} had nobody to ask");
+    for (address, (owner, _)) in owners {
+        let terms = terms(&trace, address);
+        let who: BTreeSet<[u8; 6]> =
+            terms.iter().filter(|term| term.to - term.from >= SETTLED).map(|term| term.mac).collect();
+        ensure!(who.len() == 1, "{address} was answered for by {who:02x?}, not only by {owner}, while nobody could plan");
+    }
     let answers = trace.packets().iter().filter(|packet| packet.claim().is_some_and(|(claimed, _)| claimed == address));
     let times: Vec<Instant> = answers.map(|packet| packet.at).collect();
     let silent = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();

@@ -115,12 +115,13 @@ pub struct Counted {
 pub enum Action {
     /// Send a probe. One that cannot be sent counts as unanswered.
     Probe(NodeName, Request),
-    /// Tell the programs how long from now on this node is able to carry egress IPs, and holds its lease; zero: not at all.
+    /// Tell the programs how long from now on they say that this node is able to carry egress IPs, and that it holds its lease; zero: not
+    /// at all.
     Heartbeat {
         /// How long it is able.
         able: Duration,
-        /// How long it holds its lease.
-        lease: Duration,
+        /// How long it holds its lease ([`says_held_until`](crate::agent::reach::says_held_until)).
+        held: Duration,
     },
     /// Read the programs' counters. Answered by `handle_counters`, or not at all.
     ReadCounters,

@@ -24,7 +24,7 @@ use super::{
     late::Late,
     ports::Past,
     programmed::Programmed,
-    reach::{LeaseWord, Reach},
+    reach::{LeaseWord, Reach, says_held_until},
     takeovers::{Lengths, TakeOvers},
     transports::Transports,
     unnamed::{Networks, Unnamed},
@@ -116,6 +116,8 @@ pub struct Machine {
     tight: u64,
     /// Until when the lease is held.
     lease_until: Duration,
+    /// Until when the programs tell others so.
+    told_until: Duration,
     timers: Timers,
     counting: bool,
     status_due: bool,
@@ -151,6 +153,7 @@ impl Machine {
             turned_away: BTreeSet::new(),
             tight: 0,
             lease_until: Duration::ZERO,
+            told_until: Duration::ZERO,
             timers: Timers::default(),
             counting: false,
             status_due: true,
@@ -258,7 +261,9 @@ impl Machine {
         let actions = &mut self.actions;
         let send = |name: &NodeName, request: &_| actions.push_back(Action::Probe(name.clone(), *request));
         self.dirty |= self.gateways.tick(now, send);
-        if self.heartbeats.look(now) {
+        // Other gateways may wait for it to hold its lease again.
+        let regained = now >= self.told_until && now < self.says_held_until() && self.heartbeats.may_announce(now);
+        if self.heartbeats.look(now) || regained {
             self.send_heartbeat(now);
         }
         self.dirty |= self.decided.carriers.next().is_some_and(|next| now >= next);
@@ -334,7 +339,12 @@ impl Machine {
     fn send_heartbeat(&mut self, now: Duration) {
         self.heartbeats.sent(now);
         let able = if self.facts.able { self.settings.deadline } else { Duration::ZERO };
-        self.actions.push_back(Action::Heartbeat { able, lease: self.lease_until.saturating_sub(now) });
+        self.told_until = self.says_held_until();
+        self.actions.push_back(Action::Heartbeat { able, held: self.told_until.saturating_sub(now) });
+    }
+
+    fn says_held_until(&self) -> Duration {
+        says_held_until(self.lease_until, self.settings.lease_duration)
     }
 
     /// Whether the lease is held.

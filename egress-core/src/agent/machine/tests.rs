@@ -299,6 +299,31 @@ fn blocks_are_used_once_their_carrier_says_that_it_knows_them_and_those_in_use_g
     }
 }
 
+/// docs/failures.md: lapse-order.
+#[test]
+fn lapse_order_others_are_told_of_a_lease_at_once_and_until_a_renewal_is_late() {
+    let ms = Duration::from_millis;
+    let mut shell = Shell::new(&FactsFixture::new());
+    shell.run();
+    let mut told = |now, until| {
+        shell.now = ms(now);
+        shell.machine.handle_lease(ms(until));
+        shell.machine.handle_timeout(shell.now);
+        shell.run();
+        let told = |(_, action): &(String, Action)| match action {
+            Action::Heartbeat { held, .. } => Some(held.as_millis()),
+            _ => None,
+        };
+        shell.done.iter().find_map(told)
+    };
+    assert_eq!(told(50, 0), None, "it has none, and a heartbeat is not due");
+    assert_eq!(told(100, 13_600), Some(8_500));
+    assert_eq!(told(200, 13_600), None);
+    assert_eq!(told(8_550, 13_600), Some(50));
+    assert_eq!(told(8_650, 13_600), None, "nobody is told");
+    assert_eq!(told(8_700, 22_100), Some(8_400), "it was late");
+}
+
 #[test]
 fn periodic_actions_run_when_they_are_due() {
     let ms = Duration::from_millis;
