@@ -35,7 +35,7 @@ const APPLETS: [&str; 23] = [
     "cat", "chmod", "cp", "date", "dmesg", "echo", "env", "false", "grep", "kill", "ln", "ls", "mkdir", "modprobe",
     "mount", "nsenter", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
 ];
-/// Modules that the tests may ask the kernel for; it loads them on its own.
+/// Modules that the tests may need.
 const MODULES: [&str; 24] = [
     "8021q",
     "af_packet",
@@ -192,8 +192,8 @@ fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
 }
 
 /// The first process of the guest. Its output goes to the host. It starts the second processor: while a kernel starts, it patches its own
-/// code, and in QEMU's emulation one that runs what another patches may panic (`Oops: int3`). It loads `tun`, since the device file that
-/// would do so comes with the module.
+/// code, and in QEMU's emulation one that runs what another patches may panic (`Oops: int3`). It loads the modules: busybox's `modprobe`
+/// takes one that the kernel still loads for another test for loaded, and the kernel then refuses what needs it.
 fn init(extent: Extent) -> String {
     let unit = if extent == Extent::Loading { LOADING } else { UNIT };
     format!(
@@ -205,13 +205,14 @@ fn init(extent: Extent) -> String {
          mount -t tmpfs tmp /tmp\nmount -t tmpfs run /run\nmount -t bpf bpf /sys/fs/bpf\nln -s /run /var/run\n\
          mkdir -p /run/netns /root\n\
          echo 1 > /sys/devices/system/cpu/cpu1/online\n\
-         modprobe tun\n\
+         for module in {}; do modprobe -q $module; done\n\
          /sbin/ip link set lo up\n\
          cd /tmp\n\
          /unit {} {}\nif [ -x /e2e ]; then /e2e {}; fi\n\
          cat /tmp/skips /tmp/verified\n\
          echo GUEST END\n\
          reboot -f\n",
+        MODULES.join(" "),
         unit.join(" "),
         OPTIONS.join(" "),
         END_TO_END.join(" ")
