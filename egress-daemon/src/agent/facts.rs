@@ -18,12 +18,22 @@ use k8s_openapi::{
     api::core::v1::{Namespace, Node},
     apimachinery::pkg::apis::meta::v1::Condition,
 };
-use std::{net::IpAddr, ops::Deref, sync::Arc};
+use kube::Resource;
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::IpAddr,
+    ops::Deref,
+    sync::Arc,
+};
 
 /// The objects as they were read last, and what they mean.
 #[derive(Default)]
 pub struct ObservedObjects {
     objects: snapshot::ApiObjects,
+    /// Where the object of each policy is in the list of its kind.
+    policies: BTreeMap<PolicyId, usize>,
+    /// Where the object of each egress IP is, by its name.
+    egress_ips: HashMap<String, usize>,
     /// What they mean.
     pub meant: Arc<Objects>,
     /// What could not be understood.
@@ -36,6 +46,11 @@ impl Deref for ObservedObjects {
     fn deref(&self) -> &Objects {
         &self.meant
     }
+}
+
+/// Where policies of a kind are in a list of objects.
+fn places<T: Resource>(kind: PolicyKind, objects: &[Arc<T>]) -> impl Iterator<Item = (PolicyId, usize)> {
+    objects.iter().enumerate().map(move |(at, object)| (PolicyId::new(kind, &translate::name(object.meta())), at))
 }
 
 fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
@@ -87,6 +102,13 @@ impl ObservedObjects {
         }
         let (snapshot, problems) = snapshot::snapshot(&objects);
         let plan = snapshot::previous(&objects);
+        self.policies = places(PolicyKind::Native, &objects.policies)
+            .chain(places(PolicyKind::Namespaced, &objects.namespaced_policies))
+            .chain(places(PolicyKind::Cilium, &objects.cilium_policies))
+            .chain(places(PolicyKind::Antrea, &objects.egresses))
+            .collect();
+        let names = objects.egress_ips.iter().enumerate();
+        self.egress_ips = names.filter_map(|(at, object)| Some((object.metadata.name.clone()?, at))).collect();
         (self.objects, self.problems) = (objects, problems);
         let answered = |id: &PolicyId| self.policy_conditions(id).next().is_some();
         let unanswered = snapshot.policies.keys().filter(|id| !answered(id)).cloned().collect();
@@ -101,20 +123,14 @@ impl ObservedObjects {
 
     /// The conditions of a policy, as the controller wrote them.
     pub fn policy_conditions(&self, policy: &PolicyId) -> impl Iterator<Item = &Condition> {
-        fn named<'a, T: kube::Resource>(objects: &'a [Arc<T>], policy: &PolicyId) -> Option<&'a T> {
-            objects.iter().find(|object| translate::name(object.meta()) == *policy.name).map(Arc::as_ref)
-        }
+        let at = self.policies.get(policy).copied();
         let objects = &self.objects;
-        let conditions = match policy.kind {
-            PolicyKind::Native => named(&objects.policies, policy).and_then(|p| Some(&p.status.as_ref()?.conditions)),
-            PolicyKind::Namespaced => {
-                named(&objects.namespaced_policies, policy).and_then(|p| Some(&p.status.as_ref()?.conditions))
-            }
-            PolicyKind::Cilium => {
-                named(&objects.cilium_policies, policy).and_then(|p| Some(&p.status.as_ref()?.conditions))
-            }
-            PolicyKind::Antrea => named(&objects.egresses, policy).and_then(|p| Some(&p.status.as_ref()?.conditions)),
-        };
+        let conditions = at.and_then(|at| match policy.kind {
+            PolicyKind::Native => objects.policies[at].status.as_ref().map(|status| &status.conditions),
+            PolicyKind::Namespaced => objects.namespaced_policies[at].status.as_ref().map(|status| &status.conditions),
+            PolicyKind::Cilium => objects.cilium_policies[at].status.as_ref().map(|status| &status.conditions),
+            PolicyKind::Antrea => objects.egresses[at].status.as_ref().map(|status| &status.conditions),
+        });
         conditions.into_iter().flatten()
     }
 
@@ -128,8 +144,7 @@ impl ObservedObjects {
 
     /// The conditions of an egress IP, as the controller wrote them.
     pub fn egress_ip_conditions(&self, address: IpAddr) -> impl Iterator<Item = &Condition> {
-        let name = egress_ip_name(address);
-        let object = self.objects.egress_ips.iter().find(|e| e.metadata.name.as_deref() == Some(&name));
+        let object = self.egress_ips.get(&egress_ip_name(address)).map(|at| &self.objects.egress_ips[*at]);
         object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
     }
 }
