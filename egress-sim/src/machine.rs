@@ -224,8 +224,9 @@ impl SimAgent {
         match action {
             Action::Probe(name, request) => hands.effects.push(Effect::Probe(name, request)),
             Action::Heartbeat { able, held } => {
-                let until = |length: Duration| if length.is_zero() { length } else { hands.now + length };
-                (hands.kernel.able_until, hands.kernel.held_until) = (until(able), until(held));
+                let until = |length: Duration| (!length.is_zero()).then_some(hands.now + length);
+                hands.kernel.able_until = until(able).unwrap_or_default();
+                hands.kernel.held_until = until(held).unwrap_or(hands.kernel.held_until);
             }
             Action::ReadCounters => self.machine.handle_counters(hands.kernel.asked, 0, now),
             Action::CountPorts(growth) => {

@@ -100,12 +100,9 @@ impl Agent {
     }
 
     fn send_heartbeat(&mut self, able: Duration, held: Duration) {
-        let until = |length: Duration| match length.is_zero() {
-            true => 0,
-            false => monotonic_ns() + length.as_nanos() as u64,
-        };
-        let (able, held) = (until(able), until(held));
-        if let Err(e) = self.writer.set_deadline(able).and_then(|()| self.writer.set_lease(held)) {
+        let until = |length: Duration| (!length.is_zero()).then(|| monotonic_ns() + length.as_nanos() as u64);
+        let written = self.writer.set_deadline(until(able).unwrap_or(0));
+        if let Err(e) = written.and_then(|()| until(held).map_or(Ok(()), |held| self.writer.set_lease(held))) {
             tracing::error!("cannot extend the deadline; the datapath will stop answering for egress IPs: {e}");
         }
     }

@@ -115,12 +115,12 @@ pub struct Counted {
 pub enum Action {
     /// Send a probe. One that cannot be sent counts as unanswered.
     Probe(NodeName, Request),
-    /// Tell the programs how long from now on they say that this node is able to carry egress IPs, and that it holds its lease; zero: not
-    /// at all.
+    /// Tell the programs how long from now on they say that this node is able to carry egress IPs, and that it holds its lease.
     Heartbeat {
-        /// How long it is able.
+        /// How long it is able; zero: not at all.
         able: Duration,
-        /// How long it holds its lease ([`says_held_until`](crate::agent::reach::says_held_until)).
+        /// How long it holds its lease ([`says_held_until`](crate::agent::reach::says_held_until)). Zero: what they were told before stays,
+        /// which ends by itself. An agent that has just started does not know what its predecessor held.
         held: Duration,
     },
     /// Read the programs' counters. Answered by `handle_counters`, or not at all.
