@@ -298,7 +298,10 @@ fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
         let terms = terms(&trace, address);
         let who: BTreeSet<[u8; 6]> =
             terms.iter().filter(|term| term.to - term.from >= SETTLED).map(|term| term.mac).collect();
-        ensure!(who.len() == 1, "{address} was answered for by {who:02x?}, not only by {owner}, while nobody could plan");
+        ensure!(
+            who.len() == 1,
+            "{address} was answered for by {who:02x?}, not only by {owner}, while nobody could plan"
+        );
     }
     let answers = trace.packets().iter().filter(|packet| packet.claim().is_some_and(|(claimed, _)| claimed == address));
     let times: Vec<Instant> = answers.map(|packet| packet.at).collect();
