@@ -27,13 +27,13 @@ const TIMEOUT: Duration = Duration::from_secs(45 * 60);
 const MEMORY: &str = "2G";
 const PROCESSORS: &str = "2";
 
-/// What the guest's shell scripts and the lab call.
-const PROGRAMS: [&str; 6] =
-    ["/sbin/ip", "/sbin/ipvsadm", "/sbin/tc", "/usr/sbin/nft", "/usr/sbin/bpftool", "/sbin/sysctl"];
+/// What the guest's shell scripts and the lab call. The `nsenter` of busybox would run its own `ip`.
+const PROGRAMS: [&str; 7] =
+    ["/sbin/ip", "/sbin/ipvsadm", "/sbin/tc", "/usr/bin/nsenter", "/usr/sbin/nft", "/usr/sbin/bpftool", "/sbin/sysctl"];
 /// The applets of busybox that are used.
-const APPLETS: [&str; 23] = [
+const APPLETS: [&str; 22] = [
     "cat", "chmod", "cp", "date", "dmesg", "echo", "env", "false", "grep", "kill", "ln", "ls", "mkdir", "modprobe",
-    "mount", "nsenter", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
+    "mount", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
 ];
 /// Modules that the tests may need.
 const MODULES: [&str; 24] = [
@@ -198,7 +198,7 @@ fn init(extent: Extent) -> String {
     let unit = if extent == Extent::Loading { LOADING } else { UNIT };
     format!(
         "#!/bin/sh\n\
-         export PATH=/sbin:/usr/sbin:/bin HOME=/root RUST_BACKTRACE=1\n\
+         export PATH=/sbin:/usr/sbin:/usr/bin:/bin HOME=/root RUST_BACKTRACE=1\n\
          export SPILLWAY_BIN=/spillway SPILLWAY_SKIPS=/tmp/skips SPILLWAY_VERIFIED=/tmp/verified\n\
          export SPILLWAY_SLOWNESS=6 SPILLWAY_FUZZ_CASES=1000\n\
          mount -t proc proc /proc\nmount -t sysfs sys /sys\nmount -t devtmpfs dev /dev\n\
