@@ -192,8 +192,8 @@ fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
 }
 
 /// The first process of the guest. Its output goes to the host. It starts the second processor: while a kernel starts, it patches its own
-/// code, and in QEMU's emulation one that runs what another patches may panic (`Oops: int3`). It loads the modules: busybox's `modprobe`
-/// takes one that the kernel still loads for another test for loaded, and the kernel then refuses what needs it.
+/// code, and in QEMU's emulation one that runs what another patches may panic (`Oops: int3`). It loads the modules before the
+/// tests: busybox's `modprobe` does not wait for a module that the kernel is still loading, and the kernel then refuses what needs it.
 fn init(extent: Extent) -> String {
     let unit = if extent == Extent::Loading { LOADING } else { UNIT };
     format!(
