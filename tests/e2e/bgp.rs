@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use lab::bgp::{self, Frr};
+use lab::bgp::{self, Daemon, Frr};
 use lab::traffic::{
     ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer,
 };
@@ -104,7 +104,7 @@ struct Fabric {
     leaf: Frr,
     spine: Frr,
     server: Server,
-    _speakers: Vec<Frr>,
+    _speakers: (Vec<Frr>, Vec<Daemon>),
 }
 
 impl Fabric {
@@ -121,14 +121,14 @@ impl Fabric {
             ])?;
         }
         let (leaf, spine_frr) = (Frr::start(lab, &router, &leaf(lab))?, Frr::start(lab, &spine, SPINE)?);
-        let mut speakers = Vec::new();
+        let mut speakers = (Vec::new(), Vec::new());
         for (number, gateway) in lab.gateways().enumerate() {
             let own = gateway.external.context("an address")?;
             let config = |text: &str| text.replace("192.0.2.101", &own.v4.to_string());
             if number % 2 == 0 {
-                speakers.push(Frr::start(lab, &gateway.ns, &config(FRR))?);
+                speakers.0.push(Frr::start(lab, &gateway.ns, &config(FRR))?);
             } else {
-                bgp::bird(lab, &gateway.ns, &config(BIRD))?;
+                speakers.1.push(bgp::bird(lab, &gateway.ns, &config(BIRD))?);
             }
         }
         let server = Server { name: "behind the spine".into(), ns: spine, ips: SERVER };

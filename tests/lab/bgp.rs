@@ -1,4 +1,4 @@
-//! BGP speakers of Debian's packages, FRR and BIRD, in namespaces of the lab. They end with the lab.
+//! BGP speakers of Debian's packages, FRR and BIRD, in namespaces of the lab.
 
 use std::fs;
 use std::os::unix::fs::chown;
@@ -7,7 +7,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use nix::unistd::User;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, User};
 
 use crate::command::{feed, output};
 use crate::netns::NetNs;
@@ -23,11 +24,25 @@ pub fn obstacle() -> Option<&'static str> {
     (missing("bird") || missing("vtysh")).then_some("FRR or BIRD is missing: apt-get install frr bird2")
 }
 
-/// A running FRR: zebra, bfdd and bgpd.
+/// A program that has left its parent, and the file with its process id. Killed when dropped.
+#[derive(Debug)]
+pub struct Daemon(PathBuf);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let pid = fs::read_to_string(&self.0).ok().and_then(|text| text.trim().parse().ok());
+        if let Some(pid) = pid {
+            kill(Pid::from_raw(pid), Signal::SIGKILL).ok();
+        }
+    }
+}
+
+/// A running FRR: zebra, bfdd and bgpd. They end when it is dropped.
 #[derive(Debug)]
 pub struct Frr {
     ns: NetNs,
     dir: PathBuf,
+    daemons: Vec<Daemon>,
 }
 
 impl Frr {
@@ -37,17 +52,19 @@ impl Frr {
         fs::create_dir_all(&dir)?;
         let user = User::from_name("frr")?.context("FRR's package has made no user frr")?;
         chown(&dir, Some(user.uid.as_raw()), Some(user.gid.as_raw()))?;
-        let frr = Frr { ns: ns.clone(), dir };
+        let mut frr = Frr { ns: ns.clone(), dir, daemons: Vec::new() };
         let empty = frr.dir.join("empty.conf");
         fs::write(&empty, "")?;
         for daemon in ["zebra", "bfdd", "bgpd"] {
             let mut command = ns.command(PathBuf::from(FRR).join(daemon));
             command.args(["-d", "-P", "0", "-f"]).arg(&empty).arg("--vty_socket").arg(&frr.dir);
-            command.arg("-i").arg(frr.dir.join(format!("{daemon}.pid"))).arg("-z").arg(frr.dir.join("zserv"));
+            let pid = frr.dir.join(format!("{daemon}.pid"));
+            command.arg("-i").arg(&pid).arg("-z").arg(frr.dir.join("zserv"));
             if daemon == "bfdd" {
                 command.arg("--bfdctl").arg(frr.dir.join("bfdd.sock"));
             }
             output(&mut command)?;
+            frr.daemons.push(Daemon(pid));
         }
         let whole = frr.dir.join("frr.conf");
         fs::write(&whole, config)?;
@@ -67,15 +84,17 @@ impl Frr {
     }
 }
 
-/// Starts BIRD in a namespace.
-pub fn bird(lab: &Lab, ns: &NetNs, config: &str) -> Result<()> {
+/// Starts BIRD in a namespace. It ends when the returned value is dropped.
+pub fn bird(lab: &Lab, ns: &NetNs, config: &str) -> Result<Daemon> {
     let dir = lab.dir().join(format!("bird-{}", ns.name()));
     fs::create_dir_all(&dir)?;
-    let (file, socket) = (dir.join("bird.conf"), dir.join("bird.ctl"));
+    let (file, socket, pid) = (dir.join("bird.conf"), dir.join("bird.ctl"), dir.join("bird.pid"));
     fs::write(&file, config)?;
-    output(ns.command("bird").arg("-c").arg(&file).arg("-s").arg(&socket).arg("-P").arg(dir.join("bird.pid")))
+    output(ns.command("bird").arg("-c").arg(&file).arg("-s").arg(&socket).arg("-P").arg(&pid))
         .with_context(|| format!("BIRD's configuration\n{config}"))?;
+    let bird = Daemon(pid);
     wait_for("BIRD listens", START, || {
         Ok(feed(ns.command("birdc").arg("-s").arg(&socket).arg("show status"), "").is_ok())
-    })
+    })?;
+    Ok(bird)
 }

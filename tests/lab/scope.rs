@@ -2,7 +2,7 @@
 //!
 //! Every lab has a watchdog, a small shell that waits for the end of a pipe. Whatever ends the lab's process (a panic,
 //! Ctrl-C, `kill -9`) also ends the pipe, and the watchdog kills what runs in the lab's namespaces and removes them, the
-//! pins and the folder. An orderly end does the same work itself and dismisses the watchdog.
+//! pins and the folder. An orderly end removes these itself, after the owners of processes have ended them, and dismisses the watchdog.
 
 use std::fs;
 use std::io::Write;
