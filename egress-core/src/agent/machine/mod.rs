@@ -45,6 +45,8 @@ use std::{
 
 /// How often everything is decided again although nothing seems to have changed.
 const RESYNC: Duration = Duration::from_secs(5);
+/// Such rounds may take one part in this many of the time.
+const RESYNC_SHARE: u32 = 20;
 /// The least time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// How often the programs' counters are read.

@@ -6,7 +6,7 @@
 //!   it.
 //! - Errors are reported at the end, so that none is missing.
 
-use super::{Action, Machine, RoundOutcome, ShaperEnds, peers};
+use super::{Action, Machine, RESYNC_SHARE, RoundOutcome, ShaperEnds, peers};
 use crate::{
     agent::{
         kept,
@@ -30,6 +30,7 @@ use std::{
 #[derive(Default)]
 pub(super) struct Round {
     step: Step,
+    began: Duration,
     /// Some policy selects a pod.
     selects: bool,
     /// The programs were holding when it began.
@@ -93,6 +94,7 @@ impl Machine {
     }
 
     fn begin(&mut self, round: &mut Round) -> Step {
+        round.began = self.facts.now;
         self.outcome.errors.clear();
         self.look_around();
         let facts = &mut self.facts;
@@ -273,6 +275,8 @@ impl Machine {
         }));
         self.actions.push_back(Action::Publish);
         self.status_due = true;
+        let took = self.facts.now.saturating_sub(round.began);
+        self.timers.resync = self.timers.resync.max(self.facts.now + took * RESYNC_SHARE);
     }
 
     /// If nothing was written, the tables carry what they carried before, and answer for nothing more.

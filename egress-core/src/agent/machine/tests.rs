@@ -24,6 +24,8 @@ struct Shell {
     machine: Machine,
     now: Duration,
     fails: BTreeSet<&'static str>,
+    /// How long a write of the tables takes.
+    takes: Duration,
     /// The actions of the last run, each with its name.
     done: Vec<(String, Action)>,
     /// The errors that were published last.
@@ -55,7 +57,8 @@ impl Shell {
         let (node, objects, links) = ("me".into(), objects(world), Arc::new(links));
         let facts = Facts { node, objects, links, tunnel: 8, ..Facts::default() };
         let machine = Machine::new(settings, left, facts);
-        Self { machine, now: Duration::ZERO, fails: BTreeSet::new(), done: Vec::new(), published: Vec::new() }
+        let (now, takes) = (Duration::ZERO, Duration::ZERO);
+        Self { machine, now, fails: BTreeSet::new(), takes, done: Vec::new(), published: Vec::new() }
     }
 
     /// Carries out the actions. Returns their names, except for probes.
@@ -73,6 +76,9 @@ impl Shell {
     }
 
     fn answer(&mut self, action: Action) {
+        if matches!(action, Action::Write { .. }) {
+            self.now += self.takes;
+        }
         let (machine, now) = (&mut self.machine, self.now);
         match action {
             // Other nodes probe this one all the time.
@@ -342,6 +348,24 @@ fn periodic_actions_run_when_they_are_due() {
     assert_eq!(when("LookAgain"), [0, 5000]);
     assert_eq!(when("ReadCounters"), (0..=100).map(|n| n * 50).collect::<Vec<_>>());
     assert_eq!(when("Heartbeat"), [0, 1250, 2500, 3750, 5000]);
+}
+
+#[test]
+fn a_round_that_takes_long_is_not_soon_repeated_without_a_reason() {
+    let mut shell = Shell::new(&FactsFixture::new());
+    shell.takes = Duration::from_millis(500);
+    let mut ends = Vec::new();
+    while shell.now <= Duration::from_secs(30) {
+        shell.machine.handle_timeout(shell.now);
+        ends.extend(shell.run().contains(&"Write".to_owned()).then_some(shell.now.as_millis()));
+        shell.now = shell.machine.next_wake().max(shell.now + Duration::from_millis(1));
+    }
+    let pauses: Vec<u128> = ends.windows(2).map(|two| two[1] - two[0]).collect();
+    assert_eq!(
+        pauses[1..],
+        [10_500, 10_500],
+        "a round takes a twentieth of the time, once the first has told how long one is"
+    );
 }
 
 #[test]
