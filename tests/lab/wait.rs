@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 
-/// Time between two looks, or twice what the last one took: looking through a program such as kubectl takes a third of a processor at most.
+/// Time between two looks, or a multiple of what the last one took: looking takes a fifth of a processor at most, for example through kubectl.
 const PAUSE: Duration = Duration::from_millis(5);
+const PAUSE_PER_LOOK: u32 = 4;
 
 /// How many times longer than usual everything may take, for example in an emulated machine.
 fn slowness() -> u32 {
@@ -48,7 +49,7 @@ pub fn wait_until<T: Debug>(
                 };
                 return Err(anyhow!("waited {timeout:?} for: {what}; the last state was: {last}"));
             }
-            _ => thread::sleep(PAUSE.max(2 * took)),
+            _ => thread::sleep(PAUSE.max(PAUSE_PER_LOOK * took)),
         }
     }
 }
