@@ -1,9 +1,11 @@
 //! Shares the machine between tests: a test that makes load or is strict about time has it alone.
 //!
-//! The shares are locks of a file, so that test binaries that run in parallel also respect them.
+//! All tests of a binary may begin at once: in one process, those that want the machine alone come first, one after the other, and then a few
+//! at a time the others. So nobody waits for others to end again and again. Processes share it by locks of a file.
 
 use std::fs::{self, File};
 use std::path::Path;
+use std::sync::{Condvar, Mutex, PoisonError};
 
 use anyhow::{Context, Result};
 use nix::fcntl::{Flock, FlockArg};
@@ -13,27 +15,86 @@ use crate::scope::LABS;
 /// Set if every test must have the machine alone: when a failed one is retried.
 const ALONE: &str = "SPILLWAY_TEST_ALONE";
 
-/// A share of the machine, released when dropped.
+/// How many tests of one process share the machine at once. They mostly wait, so these are more than processors.
+const AT_ONCE: usize = 6;
+
+/// The tests of this process.
+static TURNS: Turns = Turns::new();
+
+/// A share of the machine, released when dropped: first the lock, then the turn.
 #[derive(Debug)]
-pub struct Share(#[expect(dead_code, reason = "it is held")] Flock<File>);
+pub struct Share(
+    #[expect(dead_code, reason = "it is held")] Flock<File>,
+    #[expect(dead_code, reason = "it is held")] Turn<'static>,
+);
 
 /// Waits for a share of the machine, or for all of it.
-///
-/// Waiters hold a second lock, so that nobody overtakes them and one that wants the machine alone gets it.
 pub fn take(alone: bool) -> Result<Share> {
+    let alone = alone || std::env::var_os(ALONE).is_some();
+    let turn = TURNS.take(alone);
     fs::create_dir_all(LABS).with_context(|| format!("cannot make {LABS}"))?;
-    take_in(Path::new(LABS), alone || std::env::var_os(ALONE).is_some())
+    lock(Path::new(LABS), alone).map(|lock| Share(lock, turn))
 }
 
-fn take_in(folder: &Path, alone: bool) -> Result<Share> {
+/// Waits for the other processes. Waiters hold a second lock, so that nobody overtakes them and one that wants the machine alone gets it.
+fn lock(folder: &Path, alone: bool) -> Result<Flock<File>> {
     let lock = |name: &str, how: FlockArg| {
         let path = folder.join(name);
         let file = File::create(&path).with_context(|| format!("cannot open {}", path.display()))?;
         Flock::lock(file, how).map_err(|(_, error)| error).with_context(|| format!("cannot lock {}", path.display()))
     };
     let _door = lock("door", FlockArg::LockExclusive)?;
-    let how = if alone { FlockArg::LockExclusive } else { FlockArg::LockShared };
-    lock("machine", how).map(Share)
+    lock("machine", if alone { FlockArg::LockExclusive } else { FlockArg::LockShared })
+}
+
+/// Whose turn it is in one process.
+#[derive(Debug)]
+struct Turns {
+    counts: Mutex<Counts>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Counts {
+    /// Tests that have the machine alone, or wait for it.
+    alone: usize,
+    /// Tests that share it.
+    sharing: usize,
+}
+
+/// One test's turn, over when dropped.
+#[derive(Debug)]
+struct Turn<'a> {
+    turns: &'a Turns,
+    alone: bool,
+}
+
+impl Turns {
+    const fn new() -> Self {
+        Self { counts: Mutex::new(Counts { alone: 0, sharing: 0 }), changed: Condvar::new() }
+    }
+
+    /// Waits. Those that get the machine alone have their turn together: the file's lock puts them in sequence.
+    fn take(&self, alone: bool) -> Turn<'_> {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        counts.alone += usize::from(alone);
+        let waits = |counts: &mut Counts| match alone {
+            true => counts.sharing > 0,
+            false => counts.alone > 0 || counts.sharing == AT_ONCE,
+        };
+        let mut counts = self.changed.wait_while(counts, waits).unwrap_or_else(PoisonError::into_inner);
+        counts.sharing += usize::from(!alone);
+        Turn { turns: self, alone }
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut counts = self.turns.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        counts.alone -= usize::from(self.alone);
+        counts.sharing -= usize::from(!self.alone);
+        self.turns.changed.notify_all();
+    }
 }
 
 #[cfg(test)]
@@ -52,12 +113,12 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("spillway-machine-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let (events, seen) = mpsc::channel();
-        let first = take_in(&folder, false).unwrap();
-        let second = take_in(&folder, false).unwrap();
+        let first = lock(&folder, false).unwrap();
+        let second = lock(&folder, false).unwrap();
         thread::scope(|scope| {
             let (folder, alone, late) = (&folder, events.clone(), events);
             scope.spawn(move || {
-                let share = take_in(folder, true).unwrap();
+                let share = lock(folder, true).unwrap();
                 alone.send("alone").unwrap();
                 alone.send("alone no more").unwrap();
                 drop(share);
@@ -65,7 +126,7 @@ mod tests {
             drop(first);
             assert_eq!(seen.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout), "the second has its share");
             scope.spawn(move || {
-                let _share = take_in(folder, false).unwrap();
+                let _share = lock(folder, false).unwrap();
                 late.send("late").unwrap();
             });
             assert_eq!(seen.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout), "the door is held");
@@ -73,5 +134,30 @@ mod tests {
             assert_eq!(seen.iter().collect::<Vec<_>>(), ["alone", "alone no more", "late"]);
         });
         fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn who_wants_the_machine_alone_comes_before_who_shares_it() {
+        let turns = Turns::new();
+        let (events, seen) = mpsc::channel();
+        let mut sharing: Vec<Turn<'_>> = (0..AT_ONCE).map(|_| turns.take(false)).collect();
+        thread::scope(|scope| {
+            let (turns, alone, late) = (&turns, events.clone(), events);
+            scope.spawn(move || {
+                let turn = turns.take(false);
+                late.send("late").unwrap();
+                drop(turn);
+            });
+            assert_eq!(seen.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout), "there are enough");
+            scope.spawn(move || {
+                let turn = turns.take(true);
+                alone.send("alone").unwrap();
+                alone.send("alone no more").unwrap();
+                drop(turn);
+            });
+            assert_eq!(seen.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout), "the others have their shares");
+            sharing.clear();
+            assert_eq!(seen.iter().collect::<Vec<_>>(), ["alone", "alone no more", "late"]);
+        });
     }
 }

@@ -21,22 +21,12 @@ pub enum Stream {
 /// How often a silent program is looked at.
 const TICK: Duration = Duration::from_millis(100);
 
-/// From now on this thread, and the programs that it starts, get a tenth of a processor that something else wants.
-pub fn give_way() -> Result<()> {
-    schedule("renice", &["-n", "10", "-p"])
-}
-
 /// From now on this thread, and the programs that it starts, run only while nothing else wants a processor (`SCHED_IDLE`).
 pub fn idle() -> Result<()> {
-    schedule("chrt", &["--idle", "--pid", "0"])
-}
-
-/// Runs a program that changes how this thread is scheduled.
-fn schedule(program: &str, arguments: &[&str]) -> Result<()> {
-    let mut command = Command::new(program);
-    command.args(arguments).arg(nix::unistd::gettid().to_string()).stdout(Stdio::null());
-    let status = command.status().with_context(|| format!("cannot run {program}"))?;
-    anyhow::ensure!(status.success(), "{program}: {status}");
+    let mut command = Command::new("chrt");
+    command.args(["--idle", "--pid", "0"]).arg(nix::unistd::gettid().to_string()).stdout(Stdio::null());
+    let status = command.status().context("cannot run chrt")?;
+    anyhow::ensure!(status.success(), "chrt: {status}");
     Ok(())
 }
 

@@ -118,9 +118,14 @@ pub struct Binaries<'a> {
     pub bin_dir: &'a Path,
 }
 
+/// What a run's output calls it.
+pub fn title(kernel: Kernel) -> String {
+    format!("guest with Linux {}", kernel.version())
+}
+
 /// Runs tests under `kernel`. With `bless`, its verifier's counts become the baseline.
 pub fn run(kernel: Kernel, binaries: &Binaries, extent: Extent, bless: bool, tally: &mut Tally) -> Result<()> {
-    let name = format!("guest with Linux {}", kernel.version());
+    let name = title(kernel);
     let prepared = setup::ensure(setup::Scope::Guests).and_then(|()| kernel.unpacked());
     let kernel_files = match prepared {
         Ok(files) => files,

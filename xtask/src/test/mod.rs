@@ -10,11 +10,10 @@ mod space;
 pub mod tally;
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use lab::cluster::Kubernetes;
@@ -33,6 +32,10 @@ const SEEDS: &str = "1000";
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
 /// The end-to-end tests, over one transport or on Kubernetes, which wait for each other.
 const LAB_TIMEOUT: Duration = Duration::from_secs(60 * 60);
+
+/// When a whole run in CI begins nothing more of what it can do without, and says so. CI ends a run after 90 minutes, and machines there
+/// differ by a factor of three.
+const LATE: Duration = Duration::from_secs(60 * 60);
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -69,6 +72,28 @@ impl Args {
     }
 }
 
+/// The time that a run has for what it can do without: tests that run once more in other modes, other kernels, many seeds.
+#[derive(Clone, Copy)]
+struct Schedule {
+    /// When that time is over, in a whole run in CI.
+    late: Option<Instant>,
+}
+
+impl Schedule {
+    fn of(args: &Args) -> Self {
+        Self { late: (args.is_whole() && workspace::in_ci()).then(|| Instant::now() + LATE) }
+    }
+
+    /// Whether there is time left to begin something. If not, it counts as skipped.
+    fn allows(self, what: &str, tally: &mut Tally) -> bool {
+        let late = self.late.is_some_and(|late| Instant::now() > late);
+        if late {
+            tally.skip(what, &format!("not begun: the run has taken more than {} minutes", LATE.as_secs() / 60));
+        }
+        !late
+    }
+}
+
 /// Runs what `args` ask for. The last line of the output is the counts, also when something failed.
 pub fn run(args: &Args) -> ExitCode {
     let mut tally = Tally::default();
@@ -80,6 +105,7 @@ pub fn run(args: &Args) -> ExitCode {
 }
 
 fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
+    let schedule = Schedule::of(args);
     setup::ensure(match args {
         Args { unit: true, .. } => setup::Scope::Build,
         Args { page: true, .. } => setup::Scope::Page,
@@ -98,57 +124,59 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         checks::slow(tally);
         doc_tests(tally)?;
     }
-    let (binaries, bin_dir) = (binaries::build()?, build::folder(false));
+    let (binaries, programs) = compile(args);
+    let binaries = binaries?;
     if !args.kernel.is_empty() {
-        return guests(&args.kernel, true, &binaries, &bin_dir, args.bless, tally);
+        return guests(&args.kernel, true, schedule, &binaries, args.bless, tally);
     }
     let (with_cluster, others): (Vec<_>, Vec<_>) =
         plan::jobs(args, &binaries).into_iter().partition(Job::uses_cluster_programs);
-    let needs_cluster = with_cluster.iter().any(Job::is_on_cluster);
-    let (ready, cluster) = mpsc::channel();
+    let environment = match with_cluster.iter().any(Job::is_on_cluster) {
+        true => programs.unwrap_or_else(|| cluster_programs(args)).and_then(environment),
+        false => Ok(Environment::new()),
+    };
     let (behind, on_cluster) = thread::scope(|scope| {
-        let behind = scope.spawn(|| behind_the_tests(args, needs_cluster.then_some(ready), &binaries, &bin_dir));
-        let on_cluster = scope.spawn(|| tests_with_cluster(&with_cluster, &bin_dir, cluster));
-        run_jobs(&others, &bin_dir, &Environment::new(), tally);
-        (behind.join(), on_cluster.join())
+        let behind = args.is_whole().then(|| scope.spawn(|| behind_the_tests(schedule, &binaries)));
+        let on_cluster = scope.spawn(|| tests_with_cluster(&with_cluster, schedule, environment));
+        run_jobs(&others, schedule, &Environment::new(), tally);
+        (behind.map(|thread| thread.join()), on_cluster.join())
     });
     let panicked = |_| anyhow!("the work beside the tests in the labs has panicked");
     tally.add(on_cluster.map_err(panicked)?);
-    tally.add(behind.map_err(panicked)??);
+    if let Some(behind) = behind {
+        tally.add(behind.map_err(panicked)??);
+    }
     match &args.filter {
         Some(filter) if tally.is_empty() => bail!("no test's name contains {filter}"),
         _ => Ok(()),
     }
 }
 
-/// The work in the background of the tests, which mostly wait. None of it is in real time.
-///
-/// First comes what the tests on Kubernetes wait for (`cluster` is notified), then, in a whole run and while nothing else wants a processor,
-/// what nothing waits for.
-fn behind_the_tests(
-    args: &Args,
-    cluster: Option<Sender<Result<Environment>>>,
-    binaries: &[Binary],
-    bin_dir: &Path,
-) -> Result<Tally> {
-    if let Some(cluster) = cluster {
-        process::give_way()?;
-        // There is no receiver any more if that thread has panicked.
-        let _ = cluster.send(prepare_cluster(args, bin_dir));
-    }
+/// Builds the test binaries and, if the tests on Kubernetes are known to run, the programs of a cluster: compilers leave no processor idle, while
+/// tests mostly wait.
+fn compile(args: &Args) -> (Result<Vec<Binary>>, Option<Result<Programs>>) {
+    let on_cluster = args.is_whole() || args.kubernetes.is_some();
+    thread::scope(|scope| {
+        let programs = on_cluster.then(|| scope.spawn(|| cluster_programs(args)));
+        let binaries = binaries::build();
+        let panicked = |_| Err(anyhow!("the build of the cluster's programs has panicked"));
+        (binaries, programs.map(|thread| thread.join().unwrap_or_else(panicked)))
+    })
+}
+
+/// What nothing waits for, while nothing else wants a processor. None of it is in real time.
+fn behind_the_tests(schedule: Schedule, binaries: &[Binary]) -> Result<Tally> {
     process::idle()?;
     let mut tally = Tally::default();
-    if args.is_whole() {
-        checks::slow(&mut tally);
-        doc_tests(&mut tally)?;
-        // A guest rarely uses all processors.
-        let simulated = thread::scope(|scope| {
-            let simulated = scope.spawn(|| simulated_cluster(binaries));
-            guests(&Kernel::USUAL, false, binaries, bin_dir, false, &mut tally)?;
-            simulated.join().map_err(|_| anyhow!("the run of the simulated cluster has panicked"))?
-        })?;
-        tally.add(simulated);
-    }
+    checks::slow(&mut tally);
+    doc_tests(&mut tally)?;
+    // A guest rarely uses all processors.
+    let simulated = thread::scope(|scope| {
+        let simulated = scope.spawn(|| simulated_cluster(schedule, binaries));
+        guests(&Kernel::USUAL, false, schedule, binaries, false, &mut tally)?;
+        simulated.join().map_err(|_| anyhow!("the run of the simulated cluster has panicked"))?
+    })?;
+    tally.add(simulated);
     Ok(tally)
 }
 
@@ -163,29 +191,31 @@ fn doc_tests(tally: &mut Tally) -> Result<()> {
 type Environment = Vec<(&'static str, OsString)>;
 
 /// The tests that use the programs of a Kubernetes, beside those in the labs: both mostly wait, and those that are strict about time take the
-/// machine for themselves. `cluster` tells when the programs are built, if any job runs on a cluster.
-fn tests_with_cluster(jobs: &[Job<'_>], bin_dir: &Path, cluster: Receiver<Result<Environment>>) -> Tally {
+/// machine for themselves.
+fn tests_with_cluster(jobs: &[Job<'_>], schedule: Schedule, environment: Result<Environment>) -> Tally {
     let mut tally = Tally::default();
-    // Without a job on Kubernetes the other end is gone from the beginning.
-    match cluster.recv().unwrap_or_else(|_| Ok(Environment::new())) {
-        Ok(environment) => run_jobs(jobs, bin_dir, &environment, &mut tally),
+    match environment {
+        Ok(environment) => run_jobs(jobs, schedule, &environment, &mut tally),
         Err(error) => jobs.iter().for_each(|job| tally.fail(&job.title(), &format!("{error:#}"))),
     }
     tally
 }
 
 /// Runs the jobs in sequence.
-fn run_jobs(jobs: &[Job<'_>], bin_dir: &Path, environment: &Environment, tally: &mut Tally) {
+fn run_jobs(jobs: &[Job<'_>], schedule: Schedule, environment: &Environment, tally: &mut Tally) {
     for job in jobs {
-        if let Err(error) = run_job(job, bin_dir, environment, tally) {
+        if job.mode.is_some() && !schedule.allows(&job.title(), tally) {
+            continue;
+        }
+        if let Err(error) = run_job(job, environment, tally) {
             tally.fail(&job.title(), &format!("{error:#}"));
         }
     }
 }
 
-fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut Tally) -> Result<()> {
+fn run_job(job: &Job<'_>, environment: &Environment, tally: &mut Tally) -> Result<()> {
     let mut command = job.binary.command();
-    command.env("SPILLWAY_BIN", bin_dir).envs(environment.iter().map(|(name, value)| (name, value)));
+    command.env("SPILLWAY_BIN", build::folder(false)).envs(environment.iter().map(|(name, value)| (name, value)));
     command.args(&job.tests);
     let lab = job.binary.kind == Kind::EndToEnd;
     if lab {
@@ -204,8 +234,11 @@ fn run_job(job: &Job<'_>, bin_dir: &Path, environment: &Environment, tally: &mut
 }
 
 /// Runs all seeds of the simulated cluster.
-fn simulated_cluster(binaries: &[Binary]) -> Result<Tally> {
+fn simulated_cluster(schedule: Schedule, binaries: &[Binary]) -> Result<Tally> {
     let mut tally = Tally::default();
+    if !schedule.allows("the simulated cluster", &mut tally) {
+        return Ok(tally);
+    }
     let mut command = find(binaries, "egress-sim")?.command();
     command.arg("--quiet").env("SPILLWAY_SIM_SEEDS", SEEDS);
     let how = Run { filter: None, timeout: SIMULATION_TIMEOUT, second_try: false };
@@ -221,39 +254,65 @@ fn find<'a>(binaries: &'a [Binary], name: &str) -> Result<&'a Binary> {
 fn guests(
     kernels: &[Kernel],
     asked: bool,
+    schedule: Schedule,
     binaries: &[Binary],
-    bin_dir: &Path,
     bless: bool,
     tally: &mut Tally,
 ) -> Result<()> {
     let (unit, end_to_end) = (find(binaries, "egress-node")?.path(), find(binaries, "tests/spillway")?.path());
     for kernel in kernels {
+        if !schedule.allows(&guest::title(*kernel), tally) {
+            continue;
+        }
         let extent = match kernel {
             _ if asked => Extent::EndToEnd,
             Kernel::V6_1 => Extent::Datapath,
             _ => Extent::Loading,
         };
-        guest::run(*kernel, &guest::Binaries { unit, end_to_end, bin_dir }, extent, bless, tally)?;
+        guest::run(
+            *kernel,
+            &guest::Binaries { unit, end_to_end, bin_dir: &build::folder(false) },
+            extent,
+            bless,
+            tally,
+        )?;
     }
     Ok(())
 }
 
-/// Builds what the tests on Kubernetes need, and says where it is. They are skipped, and say why, if something is missing that
-/// set-up does not install; in CI it has to be there.
-fn prepare_cluster(args: &Args, bin_dir: &Path) -> Result<Environment> {
+/// The programs of a cluster.
+enum Programs {
+    /// They are in this folder.
+    Built(PathBuf),
+    /// They cannot be built here, for these reasons.
+    Lacking(String),
+}
+
+/// Builds the programs of a cluster, unless something is missing that set-up does not install; in CI it has to be there.
+fn cluster_programs(args: &Args) -> Result<Programs> {
     if workspace::in_ci() {
         setup::ensure(setup::Scope::Cluster)?;
     }
     let missing = lab::cluster::missing();
-    if !missing.is_empty() {
-        if workspace::in_ci() {
-            bail!("the tests on a Kubernetes need:\n- {}", missing.join("\n- "));
-        }
-        return Ok(vec![("SPILLWAY_CLUSTER_LACKS", missing.join("; ").into())]);
+    if missing.is_empty() {
+        return cluster::build(args.kubernetes.unwrap_or_default()).map(Programs::Built);
     }
+    if workspace::in_ci() {
+        bail!("the tests on a Kubernetes need:\n- {}", missing.join("\n- "));
+    }
+    Ok(Programs::Lacking(missing.join("; ")))
+}
+
+/// Where the tests on Kubernetes find what they need, or why they are skipped.
+fn environment(programs: Programs) -> Result<Environment> {
+    let folder = match programs {
+        Programs::Built(folder) => folder,
+        Programs::Lacking(what) => return Ok(vec![("SPILLWAY_CLUSTER_LACKS", what.into())]),
+    };
+    let bin_dir = build::folder(false);
     Ok(vec![
-        ("SPILLWAY_CLUSTER_BIN", cluster::build(args.kubernetes.unwrap_or_default())?.into()),
-        ("SPILLWAY_IMAGE", image::of_binaries(bin_dir, image::version())?.into()),
-        ("SPILLWAY_NEXT_IMAGE", image::of_binaries(bin_dir, image::NEXT)?.into()),
+        ("SPILLWAY_CLUSTER_BIN", folder.into()),
+        ("SPILLWAY_IMAGE", image::of_binaries(&bin_dir, image::version())?.into()),
+        ("SPILLWAY_NEXT_IMAGE", image::of_binaries(&bin_dir, image::NEXT)?.into()),
     ])
 }

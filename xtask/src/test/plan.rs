@@ -1,8 +1,7 @@
 //! What a run consists of, as data: jobs that follow each other.
 //!
-//! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run at once; those that make load or are strict about
-//! time take the machine for themselves (`lab::machine`). Jobs that use Kubernetes, or its programs, begin once those are built, and run beside
-//! the labs'. Other binaries do not run side by side.
+//! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run at once, after those that make load or are strict
+//! about time, which take the machine for themselves (`lab::machine`). Jobs that use Kubernetes, or its programs, run beside the labs'. Other binaries do not run side by side.
 
 use super::Args;
 use super::binaries::{Binary, Kind};
@@ -13,8 +12,8 @@ const CLUSTER: &str = "tests/cluster";
 const XTASK: &str = "xtask/xtask";
 /// The end-to-end tests.
 const SPILLWAY: &str = "tests/spillway";
-/// How many end-to-end tests run at once, more than there are processors.
-pub const THREADS: &str = "4";
+/// How many end-to-end tests may begin at once: all, so that `lab::machine` decides which of them run.
+pub const THREADS: &str = "256";
 /// The modes in which they run once more. In the lab the transport `Auto` resolves to `direct`, and `xdp: Auto` to TC.
 ///
 /// How source nodes send and where gateways forward are independent of each other. So every module meets `direct`, `vxlan` and both places, but
