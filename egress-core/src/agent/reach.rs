@@ -8,12 +8,12 @@
 //! A gateway that cannot renew its lease continues, as long as no other can either: then the store is away, and nothing is planned. If
 //! another carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. While
 //! the store is away, leases lapse one after the other: a carrier says that it holds its own only as long as that tells something
-//! ([`says_held_until`]). When the store is back, some have their leases earlier than others: the controller gives each a whole duration for
+//! ([`terms::says_held_until`]). When the store is back, some have their leases earlier than others: the controller gives each a whole duration for
 //! it, and so does this. The controller also plans without a gateway that was cut off: what that one knows is outdated until its watches are
 //! back, which takes longer than its lease.
 
 use crate::{
-    health::{ProbeState, ProbeTimes},
+    health::{ProbeState, ProbeTimes, terms},
     model::NodeName,
 };
 use std::{
@@ -23,12 +23,6 @@ use std::{
 
 /// How long a gateway that was replaced holds its lease before it answers again: it reads what was planned meanwhile.
 pub const READ: Duration = Duration::from_secs(5);
-
-/// Until when a gateway that holds its lease until `until` tells others so. Living gateways renew three times in a duration. So one that
-/// still says it when another's lease ends has renewed since that one should have: the store is not away.
-pub fn says_held_until(until: Duration, duration: Duration) -> Duration {
-    until.saturating_sub(duration / 3)
-}
 
 /// What is known about it.
 #[derive(Debug)]
@@ -142,16 +136,15 @@ impl Reach {
         }
         self.since = self.since.filter(|_| lease.held).or(lease.held.then_some(now));
         let others = self.peers.iter().any(|peer| holding.contains(peer));
-        // A tenth of a duration after the last of them stopped saying it, none has renewed for two thirds of one: the controller excuses all.
-        let excused = lease.duration / 10 + self.patience;
+        // Then the controller excuses all.
+        let excused = terms::until_all_quiet(lease.duration) + self.patience;
         self.others = self.others.filter(|(_, last)| now <= *last + excused);
         if others {
             self.others = Some((self.others.map_or(now, |(since, _)| since), now));
         }
         let lost = now > self.held.map_or(lease.duration, |held| held + self.patience);
-        // If a carrier has said it only since later than that, none could renew for two thirds of a duration: the store was away, and is back
-        // for some before others.
-        let quiet = self.held.unwrap_or(lease.duration).saturating_sub(lease.duration / 5);
+        // If a carrier has said it only since later than that, the store was away, and is back for some before others.
+        let quiet = self.held.unwrap_or(lease.duration).saturating_sub(terms::quiet_before_end(lease.duration));
         let long = self.others.is_some_and(|(since, _)| since <= quiet || now > since + lease.duration);
         let passed_by = others && long;
         let replaced = match self.since {
@@ -316,8 +309,7 @@ mod tests {
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into()].into());
         update(&mut reach, &BTreeMap::from([("a".into(), ProbeState::Alive)]), 0, ms(0));
-        // The holder counts nine tenths of its lease.
-        let holds = duration * 9 / 10;
+        let holds = terms::counted(duration);
         let ([mut own, mut others], mut next) = ([holds; 2], [phase, 0]);
         let mut silent = Vec::new();
         for now in (0..end).step_by(100) {
@@ -330,7 +322,7 @@ mod tests {
             renew(&mut next[0], &mut own, first_can(now));
             renew(&mut next[1], &mut others, other_can(now));
             let at = ms(now);
-            let holding = (at < says_held_until(others, duration)).then(|| "a".into()).into_iter().collect();
+            let holding = (at < terms::says_held_until(others, duration)).then(|| "a".into()).into_iter().collect();
             reach.compare(LeaseWord { wanted: true, held: at < own, duration }, &holding, at);
             silent.extend((!reach.is_reached()).then_some(now));
         }

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::{Health, LeaseState, NodeHealth};
+use super::{Health, LeaseState, NodeHealth, terms::all_quiet};
 use crate::model::NodeName;
 
 /// How long things take.
@@ -27,12 +27,6 @@ impl Default for LeaseTimes {
 /// If no gateway renews, the server that they renew at is probably overloaded, for instance after a restart. They count as dead only
 /// after this many durations: without any gateway nothing could be done for the egress IPs anyway.
 const PATIENCE: u32 = 3;
-
-/// How long no gateway renews before that is no evidence against one whose lease lasts this long. Living gateways renew three times in
-/// a duration, so the earliest of them would lapse a third of it before the latest.
-fn all_quiet(duration: Duration) -> Duration {
-    duration * 2 / 3
-}
 
 /// Until when no gateway has to renew, now that the leases have changed or can be read again after that time without.
 fn excuse(now: Duration, quiet: Duration, duration: Duration) -> Duration {

@@ -5,6 +5,7 @@
 
 mod lease;
 mod probe;
+pub mod terms;
 mod transports;
 
 use std::collections::BTreeMap;

@@ -119,7 +119,7 @@ pub enum Action {
     Heartbeat {
         /// How long it is able; zero: not at all.
         able: Duration,
-        /// How long it holds its lease ([`says_held_until`](crate::agent::reach::says_held_until)). Zero: what they were told before stays,
+        /// How long it holds its lease ([`says_held_until`](crate::health::terms::says_held_until)). Zero: what they were told before stays,
         /// which ends by itself. An agent that has just started does not know what its predecessor held.
         held: Duration,
     },

@@ -24,7 +24,7 @@ use super::{
     late::Late,
     ports::Past,
     programmed::Programmed,
-    reach::{LeaseWord, Reach, says_held_until},
+    reach::{LeaseWord, Reach},
     takeovers::{Lengths, TakeOvers},
     transports::Transports,
     unnamed::{Networks, Unnamed},
@@ -32,6 +32,7 @@ use super::{
 };
 use crate::{
     encode::EndpointView,
+    health::terms,
     model::{Demand, EndpointId, NodeName, Trouble},
     network::{EgressLink, classify::InterfaceRules, links::LinkTable},
 };
@@ -346,7 +347,7 @@ impl Machine {
     }
 
     fn says_held_until(&self) -> Duration {
-        says_held_until(self.lease_until, self.settings.lease_duration)
+        terms::says_held_until(self.lease_until, self.settings.lease_duration)
     }
 
     /// Whether the lease is held.

@@ -8,6 +8,7 @@ use super::follow::{by_name, of_kind, value};
 use super::trim::version;
 use crate::store::lease::stated_duration;
 use crate::store::{Guard, Kind, ObjectRef, StoreError, Verb, Write};
+use egress_core::health::terms;
 use egress_objects::api::Violation;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions};
@@ -152,8 +153,7 @@ fn is_held(cache: &Cache, guard: &Guard) -> bool {
     let Some(spec) = lease.spec.as_ref() else { return false };
     let held = spec.holder_identity.as_deref().is_some_and(|holder| !holder.is_empty());
     let same = spec.lease_transitions.and_then(|epoch| u64::try_from(epoch).ok()) == Some(guard.epoch);
-    // The elector's margin for clocks that run at different rates.
-    let duration = stated_duration(&lease).unwrap_or_default() * 9 / 10;
+    let duration = terms::counted(stated_duration(&lease).unwrap_or_default());
     held && same && cache.last_renewal(&guard.lease).is_some_and(|sent| sent.elapsed() < duration)
 }
 

@@ -1,12 +1,13 @@
 //! One candidate for a lease, without I/O: what it has seen of the lease and when, and what to do next.
 //!
 //! Invariant: at any time at most one candidate holds the lease, whatever the delays, as long as identities differ,
-//! clocks run at rates that differ by less than a tenth, and nobody deletes the lease. A holder counts its time from
+//! clocks run at rates that differ by less than a tenth ([`terms::counted`]), and nobody deletes the lease. A holder counts its time from
 //! before it wrote, the others from when they saw the write; and a lease that has changed since cannot be taken over.
 //! The times written into the lease are only informational: they are never compared with another machine's clock.
 
 use super::stated_duration;
 use crate::store::Key;
+use egress_core::health::terms;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
@@ -120,11 +121,10 @@ impl Elector {
 
     /// A write that `decide` asked for succeeded. `started` is the time before it was sent, `lease` what is stored now.
     pub fn written(&mut self, started: Duration, lease: &Lease) {
-        let duration = self.terms.duration - self.terms.duration / 10;
         self.held = (holder(lease) == Some(&self.terms.identity)).then(|| Held {
             epoch: epoch(lease),
             renewed: started,
-            until: started + duration,
+            until: started + terms::counted(self.terms.duration),
         });
         // It existed at the latest when the answer came. Counting from an earlier time is safe only for the holder
         // itself.
