@@ -46,8 +46,10 @@ use std::{
 
 /// How often everything is decided again although nothing seems to have changed.
 const RESYNC: Duration = Duration::from_secs(5);
-/// Such rounds may take one part in this many of the time.
+/// Such rounds may take one part in this many of the time, but are no further apart than this: one that took long may have been stopped in
+/// the middle.
 const RESYNC_SHARE: u32 = 20;
+const RESYNC_AT_LEAST: Duration = Duration::from_secs(30);
 /// The least time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// How often the programs' counters are read.

@@ -6,7 +6,7 @@
 //!   it.
 //! - Errors are reported at the end, so that none is missing.
 
-use super::{Action, Machine, RESYNC_SHARE, RoundOutcome, ShaperEnds, peers};
+use super::{Action, Machine, RESYNC_AT_LEAST, RESYNC_SHARE, RoundOutcome, ShaperEnds, peers};
 use crate::{
     agent::{
         kept,
@@ -275,8 +275,8 @@ impl Machine {
         }));
         self.actions.push_back(Action::Publish);
         self.status_due = true;
-        let took = self.facts.now.saturating_sub(round.began);
-        self.timers.resync = self.timers.resync.max(self.facts.now + took * RESYNC_SHARE);
+        let pause = self.facts.now.saturating_sub(round.began).saturating_mul(RESYNC_SHARE).min(RESYNC_AT_LEAST);
+        self.timers.resync = self.timers.resync.max(self.facts.now + pause);
     }
 
     /// If nothing was written, the tables carry what they carried before, and answer for nothing more.
