@@ -8,9 +8,9 @@
 //! A gateway that cannot renew its lease continues, as long as no other can either: then the store is away, and nothing is planned. If
 //! another carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. While
 //! the store is away, leases lapse one after the other: a carrier says that it holds its own only as long as that tells something
-//! ([`terms::says_held_until`]). When the store is back, some have their leases earlier than others: the controller gives each a whole duration for
-//! it, and so does this. The controller also plans without a gateway that was cut off: what that one knows is outdated until its watches are
-//! back, which takes longer than its lease.
+//! ([`terms::says_held_until`]). When the store is back, some have their leases earlier than others: the controller gives each a whole duration
+//! for it, and so does this. The controller also plans without a gateway that was cut off: what that one knows is outdated until its watches
+//! are back, which takes longer than its lease.
 
 use crate::{
     health::{ProbeState, ProbeTimes, terms},

@@ -1,7 +1,8 @@
 //! What a run consists of, as data: jobs that follow each other.
 //!
 //! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run at once, after those that make load or are strict
-//! about time, which take the machine for themselves (`lab::machine`). Jobs that use Kubernetes, or its programs, run beside the labs'. Other binaries do not run side by side.
+//! about time, which take the machine for themselves (`lab::machine`). Jobs that use Kubernetes, or its programs, run beside the labs'. Other
+//! binaries do not run side by side.
 
 use super::Args;
 use super::binaries::{Binary, Kind};
