@@ -6,17 +6,22 @@
 use std::fs::{self, File};
 use std::path::Path;
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::scope::LABS;
+use crate::scope::{LABS, Scope};
+use crate::wait::wait_for;
 
 /// Set if every test must have the machine alone: when a failed one is retried.
 const ALONE: &str = "SPILLWAY_TEST_ALONE";
 
 /// How many tests of one process share the machine at once. They mostly wait, so these are more than processors.
 const AT_ONCE: usize = 6;
+
+/// How long the kernel may take for what earlier labs have left.
+const REMOVALS: Duration = Duration::from_secs(60);
 
 /// The tests of this process.
 static TURNS: Turns = Turns::new();
@@ -33,7 +38,30 @@ pub fn take(alone: bool) -> Result<Share> {
     let alone = alone || std::env::var_os(ALONE).is_some();
     let turn = TURNS.take(alone);
     fs::create_dir_all(LABS).with_context(|| format!("cannot make {LABS}"))?;
-    lock(Path::new(LABS), alone).map(|lock| Share(lock, turn))
+    let lock = lock(Path::new(LABS), alone)?;
+    if alone {
+        wait_for_removals()?;
+    }
+    Ok(Share(lock, turn))
+}
+
+/// Waits until the kernel has removed the namespaces of earlier labs, which it does later, in the background, and which costs others packets.
+///
+/// It removes namespaces in groups (`cleanup_net`): what has come together while it removed the group before. The first namespace removed
+/// here may be in a group with those of earlier labs. The second one comes after them.
+fn wait_for_removals() -> Result<()> {
+    let mut scope = Scope::open()?;
+    let outside = scope.namespace("outside")?;
+    for _ in 0..2 {
+        let last = scope.namespace("last")?;
+        outside.ip(&[format!("link add peer type veth peer name peer netns {}", last.name())])?;
+        scope.remove_namespace(&last)?;
+        drop(last);
+        wait_for("the kernel has removed the namespaces of earlier labs", REMOVALS, || {
+            Ok(!outside.sh("ip link show")?.contains("peer"))
+        })?;
+    }
+    Ok(())
 }
 
 /// Waits for the other processes. Waiters hold a second lock, so that nobody overtakes them and one that wants the machine alone gets it.
@@ -101,7 +129,6 @@ impl Drop for Turn<'_> {
 mod tests {
     use std::sync::mpsc::{self, RecvTimeoutError};
     use std::thread;
-    use std::time::Duration;
 
     use super::*;
 
