@@ -2,11 +2,15 @@
 //! it removed. It may be repeated: a missing thing is no error.
 
 use crate::{
-    ctl::inventory::{self, Inventory},
+    ctl::{
+        dump::Dump,
+        inventory::{self, Inventory},
+    },
     lock::{LockError, RunFiles},
 };
 use anyhow::{Context as _, Result, bail};
 use aya::programs::loaded_programs;
+use egress_common::endpoint::Endpoint;
 use egress_node::{
     datapath::{
         Pins,
@@ -70,12 +74,15 @@ impl fmt::Display for CleanupReport {
 pub struct Options {
     /// Goes ahead although an agent runs.
     pub force: bool,
+    /// Goes ahead although pods that policies select run here: from then on they leave with the node's address.
+    pub release: bool,
     /// Keeps the logs of leases and flows, which are queried later.
     pub keep_logs: bool,
 }
 
-/// Removes what the agent with these pins made. Refuses while it runs, unless forced.
-pub async fn run(bpffs: &Path, Options { force, keep_logs }: Options) -> Result<CleanupReport> {
+/// Removes what the agent with these pins made. Refuses while it runs, unless forced, and while selected pods run here, unless they are
+/// released.
+pub async fn run(bpffs: &Path, Options { force, release, keep_logs }: Options) -> Result<CleanupReport> {
     let pins = Pins::new(bpffs);
     let files = RunFiles::of(bpffs);
     let lock = match files.acquire() {
@@ -90,6 +97,9 @@ pub async fn run(bpffs: &Path, Options { force, keep_logs }: Options) -> Result<
             "{} is not on a BPF file system, so no agent made what is in it; name its pins with --bpffs",
             bpffs.display()
         );
+    }
+    if !release {
+        refuse_to_release(&pins, &before).await?;
     }
     let mut report = CleanupReport::default();
     detach_filters(&before, &mut report).await?;
@@ -109,6 +119,37 @@ pub async fn run(bpffs: &Path, Options { force, keep_logs }: Options) -> Result<
         None => report.failed.push(format!("{}: an agent holds it", files.lock().display())),
     }
     Ok(report)
+}
+
+/// An error if the maps name selected pods whose interfaces are still there, or cannot be read.
+async fn refuse_to_release(pins: &Pins, before: &Inventory) -> Result<()> {
+    if before.maps.is_empty() {
+        return Ok(());
+    }
+    let dump = Dump::read(pins, false).context(
+        "the maps do not tell whether policies select pods on this node. With --release, such pods leave with the node's address from now on",
+    )?;
+    let netlink = Netlink::open().context("netlink")?;
+    let links = inventory::interfaces(&netlink.handle).await?;
+    let pods: Vec<String> = selected(&dump, |ifindex| links.contains_key(&ifindex)).collect();
+    let Some(first) = pods.first() else { return Ok(()) };
+    let others = match pods.len() {
+        1 => String::new(),
+        count => format!(" and {} more", count - 1),
+    };
+    bail!(
+        "policies select pods on this node: {first}{others}. Without Spillway's programs they leave with the node's address. Move them to \
+         other nodes (`kubectl drain`), or allow it with --release"
+    )
+}
+
+/// The names of selected pods that are behind an interface that exists, or behind any.
+fn selected(dump: &Dump, exists: impl Fn(u32) -> bool) -> impl Iterator<Item = String> {
+    let present = move |endpoint: &Endpoint| endpoint.class != 0 && (endpoint.ifindex == 0 || exists(endpoint.ifindex));
+    dump.endpoints()
+        .into_iter()
+        .filter(move |(_, (endpoint, _))| present(endpoint))
+        .map(|(id, _)| dump.endpoint_name(id))
 }
 
 /// TCX links go with their pins; filters have none.

@@ -47,6 +47,17 @@ fn a_directory_that_is_ours_alone_goes_too() {
     assert_eq!(inventory::pins(&root).unwrap(), Vec::<std::path::PathBuf>::new());
 }
 
+#[test]
+fn selected_pods_are_named_until_their_interfaces_are_gone() {
+    let mut dump = Dump::default();
+    for (id, class, ifindex) in [(1, 1, 7), (2, 0, 7), (3, 1, 8), (4, 1, 0)] {
+        let endpoint = Endpoint { id, class, ifindex, history_until: 0, namespace: 0, check: 0 };
+        dump.tables.v4.endpoints.insert([id], endpoint);
+        dump.tables.v6.endpoints.insert([0, 0, 0, id], endpoint);
+    }
+    assert_eq!(selected(&dump, |ifindex| ifindex == 7).collect::<Vec<_>>(), ["#1", "#4"]);
+}
+
 /// Loads and attaches the programs in a network namespace of its own, as an agent does, and cleans up after it.
 fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'static str, &'static str)]) {
     if !nix::unistd::geteuid().is_root() || !inventory::on_bpffs(Path::new("/sys/fs/bpf")) {

@@ -62,8 +62,8 @@ enum Command {
     Check(CheckArgs),
     /// Remove everything that the agent made on this node
     ///
-    /// Ends the established connections of pods on this node that go through Spillway. It may be run again, and then
-    /// removes what is left.
+    /// Refuses while pods that policies select run here: without the programs, they leave with the node's address. Move them to other nodes
+    /// first, or pass --release. It may be run again, and then removes what is left.
     Cleanup(CleanupArgs),
     /// Print a script for the shell that completes this command
     ///
@@ -226,6 +226,9 @@ struct CleanupArgs {
     /// Go ahead even if an agent is running; it will make everything again
     #[arg(long)]
     force: bool,
+    /// Go ahead even if policies select pods on this node: their connections end, and from then on they leave with the node's address
+    #[arg(long)]
+    release: bool,
     /// Keep the lease and flow logs, for whois
     #[arg(long)]
     keep_logs: bool,
@@ -261,8 +264,8 @@ fn run(command: Command) -> Result<ExitCode> {
             Ok(if report.fails() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
         }),
         Command::Cleanup(args) => wait_for(async {
-            let report =
-                cleanup::run(&args.pinned.bpffs, Options { force: args.force, keep_logs: args.keep_logs }).await?;
+            let CleanupArgs { pinned, force, release, keep_logs } = args;
+            let report = cleanup::run(&pinned.bpffs, Options { force, release, keep_logs }).await?;
             print!("{report}");
             Ok(if report.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }),
@@ -322,7 +325,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
 
 /// The agents are being removed from the cluster: removes what this one made, too. The logs stay.
 async fn leave_nothing(bpffs: &Path) {
-    match cleanup::run(bpffs, Options { force: false, keep_logs: true }).await {
+    match cleanup::run(bpffs, Options { force: false, release: true, keep_logs: true }).await {
         Ok(report) => {
             tracing::info!("the agents are uninstalled: {} things were removed from this node", report.removed.len());
             report.failed.iter().for_each(|failed| tracing::error!("not removed: {failed}"));

@@ -129,7 +129,10 @@ fn cleanup_leaves_nothing_behind() {
             lab.agent(node).terminate()?;
             // A stopped agent leaves the datapath in place; only cleanup removes it.
             assert!(!pins(lab, node).is_empty());
-            lab.daemon_text(node, &["cleanup"])?;
+            let refused = lab.daemon_text(node, &["cleanup"]).unwrap_err();
+            assert!(format!("{refused:#}").contains("select pods on this node: default/"), "{refused:#}");
+            wait_in_force(if node == "gw1" { &bridged } else { &pod }, &server, &[10])?;
+            lab.daemon_text(node, &["cleanup", "--release"])?;
             assert_eq!(pins(lab, node), Vec::<String>::new());
             let after = footprint(lab, node)?;
             assert_eq!(before.symmetric_difference(&after).collect::<Vec<_>>(), Vec::<&String>::new(), "{node}");

@@ -1,4 +1,4 @@
-//! Spillway's processes in the lab: agents in their nodes' namespaces, controllers in one of their own, `egressctl`.
+//! Processes in the lab: agents in their nodes' namespaces, controllers in one of their own, `egressctl`, programs of others.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -28,7 +28,6 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Process {
     name: String,
     node: Option<String>,
-    program: PathBuf,
     child: Child,
     log: PathBuf,
     exited: Option<ExitStatus>,
@@ -46,8 +45,8 @@ impl Process {
             .stderr(out)
             .spawn()
             .with_context(|| format!("cannot start {}", program(&command).display()))?;
-        let (name, node, program) = (name.to_owned(), node.map(str::to_owned), program(&command).into());
-        Ok(Process { name, node, program, child, log, exited: None, left: false })
+        let (name, node) = (name.to_owned(), node.map(str::to_owned));
+        Ok(Process { name, node, child, log, exited: None, left: false })
     }
 
     /// `agent-<node>` or `controller-<n>`.
@@ -300,15 +299,22 @@ impl Lab {
 
     /// Removes from a node what its agent has left there, if it ever had one.
     pub(crate) fn clean_up(&self, node: &str) -> Result<()> {
-        let Some(agent) = self.processes.get(&format!("agent-{node}")) else { return Ok(()) };
-        let mut command = self.node(node).ns.command(&agent.program);
-        command.arg("cleanup").arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
-        crate::command::output(&mut command).map(drop)
+        if !self.processes.contains_key(&format!("agent-{node}")) {
+            return Ok(());
+        }
+        self.daemon_text(node, &["cleanup", "--release"]).map(drop)
     }
 
     /// Where agents keep what survives a reboot.
     pub fn state(&self) -> PathBuf {
         self.dir().join("state")
+    }
+
+    /// Starts a program of a Debian package, in the foreground, so that it ends with the lab.
+    pub(crate) fn start_program(&mut self, name: &str, node: Option<&str>, command: Command) -> Result<()> {
+        let process = Process::start(name, node, command, &self.dir().join("logs"))?;
+        self.processes.insert(name.to_owned(), process);
+        Ok(())
     }
 
     fn process(&mut self, name: &str) -> &mut Process {

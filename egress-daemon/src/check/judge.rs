@@ -104,7 +104,7 @@ fn bpffs(facts: &HostFacts) -> CheckLine {
             "bpffs",
             CheckStatus::Fail,
             format!("{} holds maps of another version of Spillway", other.display()),
-            format!("stop that agent and run `egress-daemon cleanup --bpffs {path}` (its established connections end)"),
+            format!("stop that agent and run `egress-daemon cleanup --bpffs {path}` (its pods' connections end)"),
         ),
     }
 }

@@ -241,7 +241,7 @@ impl Judge {
     fn cleanup(&mut self, world: &mut SoakLab) -> Result<()> {
         for node in world.nodes() {
             world.lab.agent(&node).terminate()?;
-            world.lab.daemon_text(&node, &["cleanup"])?;
+            world.lab.daemon_text(&node, &["cleanup", "--release"])?;
             let pins = world.lab.bpffs(&node);
             let left = std::fs::read_dir(&pins).map_or(0, Iterator::count);
             if left > 0 || world.lab.node(&node).ns.ifindex("spillway0").is_ok() {
