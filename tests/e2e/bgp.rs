@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use lab::bgp::{self, Daemon, Frr};
+use lab::bgp::{self, Frr};
 use lab::traffic::{
     ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer,
 };
@@ -104,7 +104,6 @@ struct Fabric {
     leaf: Frr,
     spine: Frr,
     server: Server,
-    _speakers: (Vec<Frr>, Vec<Daemon>),
 }
 
 impl Fabric {
@@ -120,19 +119,20 @@ impl Fabric {
                 ("net.ipv6.fib_multipath_hash_policy", "1"),
             ])?;
         }
-        let (leaf, spine_frr) = (Frr::start(lab, &router, &leaf(lab))?, Frr::start(lab, &spine, SPINE)?);
-        let mut speakers = (Vec::new(), Vec::new());
-        for (number, gateway) in lab.gateways().enumerate() {
+        let config = leaf(lab);
+        let (leaf, spine_frr) = (Frr::start(lab, &router, &config)?, Frr::start(lab, &spine, SPINE)?);
+        let gateways: Vec<_> = lab.gateways().cloned().collect();
+        for (number, gateway) in gateways.iter().enumerate() {
             let own = gateway.external.context("an address")?;
             let config = |text: &str| text.replace("192.0.2.101", &own.v4.to_string());
             if number % 2 == 0 {
-                speakers.0.push(Frr::start(lab, &gateway.ns, &config(FRR))?);
+                Frr::start(lab, &gateway.ns, &config(FRR))?;
             } else {
-                speakers.1.push(bgp::bird(lab, &gateway.ns, &config(BIRD))?);
+                bgp::bird(lab, &gateway.ns, &config(BIRD))?;
             }
         }
         let server = Server { name: "behind the spine".into(), ns: spine, ips: SERVER };
-        Ok(Fabric { leaf, spine: spine_frr, server, _speakers: speakers })
+        Ok(Fabric { leaf, spine: spine_frr, server })
     }
 
     /// How many next hops the leaf has for the egress IP of a family.

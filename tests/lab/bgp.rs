@@ -2,15 +2,15 @@
 
 use std::fs;
 use std::os::unix::fs::chown;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::{Pid, User};
+use nix::unistd::User;
 
-use crate::command::{feed, output};
+use crate::command::output;
 use crate::netns::NetNs;
 use crate::topology::Lab;
 use crate::wait::wait_for;
@@ -24,47 +24,33 @@ pub fn obstacle() -> Option<&'static str> {
     (missing("bird") || missing("vtysh")).then_some("FRR or BIRD is missing: apt-get install frr bird2")
 }
 
-/// A program that has left its parent, and the file with its process id. Killed when dropped.
-#[derive(Debug)]
-pub struct Daemon(PathBuf);
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let pid = fs::read_to_string(&self.0).ok().and_then(|text| text.trim().parse().ok());
-        if let Some(pid) = pid {
-            kill(Pid::from_raw(pid), Signal::SIGKILL).ok();
-        }
-    }
-}
-
-/// A running FRR: zebra, bfdd and bgpd. They end when it is dropped.
+/// A running FRR: zebra, bfdd and bgpd. They end with the lab.
 #[derive(Debug)]
 pub struct Frr {
     ns: NetNs,
     dir: PathBuf,
-    daemons: Vec<Daemon>,
 }
 
 impl Frr {
     /// Starts it in a namespace, with a configuration as `vtysh` reads it.
-    pub fn start(lab: &Lab, ns: &NetNs, config: &str) -> Result<Frr> {
+    pub fn start(lab: &mut Lab, ns: &NetNs, config: &str) -> Result<Frr> {
         let dir = lab.dir().join(format!("frr-{}", ns.name()));
         fs::create_dir_all(&dir)?;
         let user = User::from_name("frr")?.context("FRR's package has made no user frr")?;
         chown(&dir, Some(user.uid.as_raw()), Some(user.gid.as_raw()))?;
-        let mut frr = Frr { ns: ns.clone(), dir, daemons: Vec::new() };
+        let frr = Frr { ns: ns.clone(), dir };
         let empty = frr.dir.join("empty.conf");
         fs::write(&empty, "")?;
         for daemon in ["zebra", "bfdd", "bgpd"] {
             let mut command = ns.command(PathBuf::from(FRR).join(daemon));
-            command.args(["-d", "-P", "0", "-f"]).arg(&empty).arg("--vty_socket").arg(&frr.dir);
-            let pid = frr.dir.join(format!("{daemon}.pid"));
-            command.arg("-i").arg(&pid).arg("-z").arg(frr.dir.join("zserv"));
+            command.args(["-P", "0", "-f"]).arg(&empty).arg("--vty_socket").arg(&frr.dir);
+            command.arg("-i").arg(frr.dir.join(format!("{daemon}.pid"))).arg("-z").arg(frr.dir.join("zserv"));
             if daemon == "bfdd" {
                 command.arg("--bfdctl").arg(frr.dir.join("bfdd.sock"));
             }
-            output(&mut command)?;
-            frr.daemons.push(Daemon(pid));
+            lab.start_program(&format!("{daemon}-{}", ns.name()), None, command)?;
+            let socket = frr.dir.join(format!("{daemon}.vty"));
+            wait_for(&format!("{daemon} listens"), START, || Ok(UnixStream::connect(&socket).is_ok()))?;
         }
         let whole = frr.dir.join("frr.conf");
         fs::write(&whole, config)?;
@@ -84,17 +70,15 @@ impl Frr {
     }
 }
 
-/// Starts BIRD in a namespace. It ends when the returned value is dropped.
-pub fn bird(lab: &Lab, ns: &NetNs, config: &str) -> Result<Daemon> {
+/// Starts BIRD in a namespace. It ends with the lab.
+pub fn bird(lab: &mut Lab, ns: &NetNs, config: &str) -> Result<()> {
     let dir = lab.dir().join(format!("bird-{}", ns.name()));
     fs::create_dir_all(&dir)?;
-    let (file, socket, pid) = (dir.join("bird.conf"), dir.join("bird.ctl"), dir.join("bird.pid"));
+    let (file, socket) = (dir.join("bird.conf"), dir.join("bird.ctl"));
     fs::write(&file, config)?;
-    output(ns.command("bird").arg("-c").arg(&file).arg("-s").arg(&socket).arg("-P").arg(&pid))
-        .with_context(|| format!("BIRD's configuration\n{config}"))?;
-    let bird = Daemon(pid);
-    wait_for("BIRD listens", START, || {
-        Ok(feed(ns.command("birdc").arg("-s").arg(&socket).arg("show status"), "").is_ok())
-    })?;
-    Ok(bird)
+    let mut command = ns.command("bird");
+    command.arg("-f").arg("-c").arg(&file).arg("-s").arg(&socket);
+    lab.start_program(&format!("bird-{}", ns.name()), None, command)?;
+    wait_for("BIRD listens", START, || Ok(UnixStream::connect(&socket).is_ok()))
+        .with_context(|| format!("BIRD's configuration\n{config}"))
 }

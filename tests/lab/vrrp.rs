@@ -6,9 +6,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
-use crate::process::Process;
 use crate::topology::{Dual, Lab, LabNode, address};
 use crate::wait::wait_for;
 
@@ -33,12 +32,12 @@ pub fn start(lab: &mut Lab, advert: Duration, egress: Dual) -> Result<()> {
         fs::write(dir.join("keepalived.conf"), keepalived(&script, priority, advert, egress))?;
         let mut command = node.ns.command("conntrackd");
         command.arg("-C").arg(dir.join("conntrackd.conf"));
-        run(lab, node, "conntrackd", command)?;
+        lab.start_program(&format!("conntrackd-{}", node.name), Some(&node.name), command)?;
         wait_for("conntrackd listens", START, || Ok(dir.join("ctl").exists()))?;
         let mut command = node.ns.command("keepalived");
         command.args(["--vrrp", "--dont-fork", "--log-console", "--use-file"]).arg(dir.join("keepalived.conf"));
         command.arg("--pid").arg(dir.join("keepalived.pid")).arg("--vrrp_pid").arg(dir.join("vrrp.pid"));
-        run(lab, node, "keepalived", command)?;
+        lab.start_program(&format!("keepalived-{}", node.name), Some(&node.name), command)?;
         if priority == PRIORITIES[0] {
             let has = || Ok(node.ns.sh("ip addr show dev ext0")?.contains(&format!("{}/", egress.v4)));
             wait_for("the primary has the address", START, has)?;
@@ -48,14 +47,6 @@ pub fn start(lab: &mut Lab, advert: Duration, egress: Dual) -> Result<()> {
     let lines =
         [inside.v4.to_string(), inside.v6.to_string()].map(|via| format!("route replace default via {via} dev eth0"));
     lab.workers().try_for_each(|worker| worker.ns.ip(&lines))
-}
-
-fn run(lab: &mut Lab, node: &LabNode, program: &str, command: std::process::Command) -> Result<()> {
-    let name = format!("{program}-{}", node.name);
-    let process = Process::start(&name, Some(&node.name), command, &lab.dir().join("logs"))
-        .with_context(|| format!("apt-get install {program}"))?;
-    lab.processes.insert(name, process);
-    Ok(())
 }
 
 /// Source NAT by the kernel's conntrack, with the rules of a stateful firewall: what arrives before the primary's connections are in the

@@ -54,7 +54,7 @@ pub struct Server {
 #[derive(Debug)]
 pub struct Lab {
     settings: LabSettings,
-    /// Spillway's processes by name. Declared before the scope: they end before the namespaces are removed.
+    /// Its processes by name. Declared before the scope: they end before the namespaces are removed.
     pub(crate) processes: BTreeMap<String, Process>,
     nodes: BTreeMap<String, LabNode>,
     servers: BTreeMap<String, Server>,
