@@ -1,11 +1,13 @@
 //! Runs slow work in a thread or a task of its own: the agent's loop has deadlines, a table may hold a million flows, and an API server
 //! may not answer.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::task::{JoinHandle, spawn, spawn_blocking};
 
 /// Work that is done sparingly pauses this many times as long as it took: it gets 2 % of a processor at most.
 const REST: u32 = 50;
+/// It pauses no longer than this: work that took long may have been stopped in the middle.
+const REST_AT_MOST: Duration = Duration::from_secs(60);
 
 /// One piece of work at a time.
 #[derive(Debug)]
@@ -47,7 +49,7 @@ impl<T: Send + 'static> Aside<T> {
     pub async fn done(&mut self) -> Option<T> {
         if let Some((task, began)) = &mut self.running {
             let done = task.await;
-            self.rest_until = Some(Instant::now() + began.elapsed() * REST);
+            self.rest_until = Some(Instant::now() + began.elapsed().saturating_mul(REST).min(REST_AT_MOST));
             self.running = None;
             return done.inspect_err(|error| tracing::error!("a thread of the agent has failed: {error}")).ok();
         }
@@ -60,7 +62,6 @@ mod tests {
     use super::*;
     use futures::FutureExt as _;
     use std::sync::mpsc;
-    use std::time::Duration;
 
     #[tokio::test]
     async fn the_loop_goes_on_during_long_work_and_gets_its_result() {

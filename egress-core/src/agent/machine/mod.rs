@@ -64,6 +64,8 @@ const COUNT_SHARE: u32 = 20;
 const AT_ONCE_EVERY: Duration = Duration::from_millis(100);
 /// The same when ports are getting scarce.
 const AT_ONCE_SHARE: u32 = 4;
+/// The longest pause between two counts: one that took long may have been stopped in the middle.
+const COUNT_PAUSE_AT_MOST: Duration = Duration::from_secs(60);
 
 /// The results of the last rounds.
 #[derive(Default)]
@@ -236,8 +238,12 @@ impl Machine {
     /// The ports in use were counted, or could not be.
     pub fn handle_ports(&mut self, Counted { ports, began, took }: Counted, now: Duration) {
         self.counting = false;
-        self.timers.count = began + COUNT_EVERY.max(took * COUNT_SHARE);
-        self.timers.count_at_once = began + AT_ONCE_EVERY.max(took * AT_ONCE_SHARE);
+        let next = |every: Duration, share| {
+            let pause = took.saturating_mul(share - 1).min(COUNT_PAUSE_AT_MOST);
+            began + every.max(took + pause)
+        };
+        self.timers.count = next(COUNT_EVERY, COUNT_SHARE);
+        self.timers.count_at_once = next(AT_ONCE_EVERY, AT_ONCE_SHARE);
         let Some(ports) = ports else { return };
         self.status_due |= ports != self.facts.ports;
         self.past.note(began, &ports);

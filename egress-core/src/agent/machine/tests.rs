@@ -26,6 +26,8 @@ struct Shell {
     fails: BTreeSet<&'static str>,
     /// How long a write of the tables takes.
     takes: Duration,
+    /// How long a count of ports takes.
+    count_takes: Duration,
     /// The actions of the last run, each with its name.
     done: Vec<(String, Action)>,
     /// The errors that were published last.
@@ -57,8 +59,8 @@ impl Shell {
         let (node, objects, links) = ("me".into(), objects(world), Arc::new(links));
         let facts = Facts { node, objects, links, tunnel: 8, ..Facts::default() };
         let machine = Machine::new(settings, left, facts);
-        let (now, takes) = (Duration::ZERO, Duration::ZERO);
-        Self { machine, now, fails: BTreeSet::new(), takes, done: Vec::new(), published: Vec::new() }
+        let [now, takes, count_takes] = [Duration::ZERO; 3];
+        Self { machine, now, fails: BTreeSet::new(), takes, count_takes, done: Vec::new(), published: Vec::new() }
     }
 
     /// Carries out the actions. Returns their names, except for probes.
@@ -85,7 +87,8 @@ impl Shell {
             Action::ReadCounters => machine.handle_counters(now.as_millis() as u64, 0, now),
             Action::CountPorts(growth) => {
                 let ports = Some(Ports::count([], &growth));
-                machine.handle_ports(Counted { ports, began: now, took: Duration::ZERO }, now);
+                self.now += self.count_takes;
+                machine.handle_ports(Counted { ports, began: now, took: self.count_takes }, self.now);
             }
             Action::FindInterfaces(_) => machine.handle_interfaces(BTreeMap::new()),
             Action::SeeIfCovered => machine.handle_covered(),
@@ -367,6 +370,25 @@ fn a_round_that_takes_long_is_not_soon_repeated_without_a_reason() {
     assert_eq!(pauses(0), [5_000; 2]);
     assert_eq!(pauses(500), [10_500; 2], "a twentieth of the time");
     assert_eq!(pauses(60_000), [90_000; 2], "it was stopped in the middle");
+}
+
+#[test]
+fn counts_that_take_long_are_far_apart() {
+    let pauses = |takes: u64| {
+        let mut shell = Shell::new(&FactsFixture::new());
+        shell.count_takes = Duration::from_millis(takes);
+        let mut begins = Vec::new();
+        while begins.len() < 3 {
+            shell.machine.handle_timeout(shell.now);
+            let now = shell.now.as_millis();
+            begins.extend(shell.run().contains(&"CountPorts".to_owned()).then_some(now));
+            shell.now = shell.machine.next_wake().max(shell.now + Duration::from_millis(1));
+        }
+        begins.windows(2).map(|two| two[1] - two[0]).collect::<Vec<_>>()
+    };
+    assert_eq!(pauses(0), [2_000; 2]);
+    assert_eq!(pauses(500), [10_000; 2], "a twentieth of the time");
+    assert_eq!(pauses(60_000), [120_000; 2], "it was stopped in the middle");
 }
 
 #[test]
