@@ -6,6 +6,7 @@
 use super::{
     admin::Published,
     family::{Family, Labels, counter, gauge, histogram, truth},
+    http,
     state::{BlockCounts, ProbeResult},
     traffic,
 };
@@ -39,7 +40,11 @@ use std::{
     },
 };
 use thiserror::Error;
-use tokio::{net::TcpListener, sync::watch, task::JoinSet};
+use tokio::{
+    net::TcpListener,
+    sync::{Mutex, watch},
+    task::JoinSet,
+};
 
 /// What is measured and whether the process is ready; each part only in processes that have it.
 #[derive(Clone, Debug, Default)]
@@ -313,24 +318,30 @@ impl MetricsServer {
         registry.register_collector(Box::new(sources.clone()));
         let routes = Router::new()
             .route("/metrics", get(metrics))
-            .with_state(Arc::new(registry))
+            .with_state(Arc::new(Exposition { registry, turn: Mutex::new(()) }))
             .route("/healthz", get(async || "ok\n"))
             .merge(Router::new().route("/readyz", get(ready)).with_state(sources))
             .merge(others(address.port()));
         let mut task = JoinSet::new();
-        task.spawn(async move {
-            // It never returns: errors of single connections are theirs alone.
-            let _ = axum::serve(listener, routes).await;
-        });
+        task.spawn(http::serve(listener, routes));
         tracing::info!("metrics are served on http://{address}/metrics");
         Ok(Self { address, _task: task })
     }
 }
 
-async fn metrics(State(registry): State<Arc<Registry>>) -> axum::response::Response {
+/// All metrics. One client after the other has them encoded, since the agent's tables are read for each.
+#[derive(Debug)]
+struct Exposition {
+    registry: Registry,
+    turn: Mutex<()>,
+}
+
+async fn metrics(State(exposition): State<Arc<Exposition>>) -> axum::response::Response {
+    let _turn = exposition.turn.lock().await;
+    let all = Arc::clone(&exposition);
     let encode = move || {
         let mut body = String::new();
-        text::encode(&mut body, &registry).map(|()| body)
+        text::encode(&mut body, &all.registry).map(|()| body)
     };
     match tokio::task::spawn_blocking(encode).await {
         Ok(Ok(body)) => {

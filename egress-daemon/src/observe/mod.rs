@@ -4,6 +4,7 @@
 
 pub mod admin;
 mod family;
+mod http;
 pub mod logs;
 pub mod metrics;
 pub mod state;
