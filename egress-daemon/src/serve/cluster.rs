@@ -3,7 +3,7 @@
 //! The controller knows only objects. While somebody watches, it reads the agents' metrics, which show flows but not their pods and
 //! destinations: the page shows nothing that those who reach the port could not read in the metrics.
 
-use super::{Click, Feed, INTERVAL, routes};
+use super::{Click, Feed, INTERVAL, PATHS, routes};
 use crate::store::{Key, Store};
 use anyhow::{Context as _, Result, bail};
 use axum::{Router, body::Body};
@@ -28,6 +28,9 @@ const AT_ONCE: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The most that is read of an agent's metrics: 2,048 accounts have about 2 MiB.
 const LARGEST: usize = 16 << 20;
+
+/// How many paths of all nodes together are shown, if there are many nodes: each viewer has a copy of them.
+const ALL_PATHS: usize = 20_000;
 
 /// The page. Agents have their metrics at `port`. A task reads them while somebody watches, until the page is dropped.
 pub fn page(store: Store, port: u16) -> Router {
@@ -70,12 +73,13 @@ async fn look(client: &Http, store: &Store, port: u16, feed: &Feed, before: &mut
         .map(|(name, address)| async move { (name, metrics(client, SocketAddr::new(address, port)).await) });
     let answers: Vec<_> = stream::iter(asked).buffer_unordered(AT_ONCE).collect().await;
     let carriers = carriers(&store.list::<EgressIP>());
+    let most = PATHS.min(ALL_PATHS / answers.len().max(1));
     for (name, answer) in answers {
         match answer {
             Ok(now) => {
                 let at = Instant::now();
                 if let Some((then, old)) = before.get(&name) {
-                    let view = view(&name, old, &now, at.duration_since(*then).as_secs_f64(), &carriers);
+                    let view = view(&name, old, &now, at.duration_since(*then).as_secs_f64(), &carriers, most);
                     feed.take(&name, &view.to_string());
                 }
                 before.insert(name, (at, now));
@@ -162,8 +166,16 @@ fn sample(line: &str) -> Option<Sample<'_>> {
     Some((name, labels.collect(), value.trim().parse().ok()?))
 }
 
-/// What one node shows: as `egressctl top --by path -o json`, with namespaces for pods, and packets for active flows.
-fn view(node: &str, old: &Metrics, now: &Metrics, seconds: f64, carriers: &BTreeMap<String, String>) -> Value {
+/// What one node shows, at `most` the busiest paths: as `egressctl top --by path -o json`, with namespaces for pods, and packets for active
+/// flows.
+fn view(
+    node: &str,
+    old: &Metrics,
+    now: &Metrics,
+    seconds: f64,
+    carriers: &BTreeMap<String, String>,
+    most: usize,
+) -> Value {
     let seconds = seconds.max(0.1);
     // An agent's counters start anew with its maps.
     let rate = |old: Option<&f64>, now: Option<&f64>| {
@@ -184,20 +196,24 @@ fn view(node: &str, old: &Metrics, now: &Metrics, seconds: f64, carriers: &BTree
             })
         })
     };
-    let items: Vec<Value> = accounts.into_iter().filter_map(row).collect();
+    let mut items: Vec<Value> = accounts.into_iter().filter_map(row).collect();
+    let opened: f64 = items.iter().filter_map(|item| item["openedPerSecond"].as_f64()).sum();
+    let packets = |item: &Value| item["packetsPerSecond"].as_f64().unwrap_or_default();
+    items.sort_by(|a, b| packets(b).total_cmp(&packets(a)));
+    items.truncate(most);
     let dropped = now.dropped.iter().map(|(name, count)| (name, rate(old.dropped.get(name), Some(count))));
     let dropped: Vec<Value> =
         dropped.filter(|(_, rate)| *rate > 0.0).map(|(name, rate)| json!({"name": name, "perSecond": rate})).collect();
     json!({
         "node": node,
         "flows": now.flows.values().sum::<f64>(),
-        "openedPerSecond": items.iter().filter_map(|item| item["openedPerSecond"].as_f64()).sum::<f64>(),
+        "openedPerSecond": opened,
         "dropped": dropped,
         "items": items,
     })
 }
 
-/// What the objects say about what was clicked.
+/// What the objects say about what was clicked, without the conditions' messages, which name pods.
 fn explain(store: &Store, click: &Click) -> Result<String> {
     let (Some(policy), Some(address)) = (&click.policy, &click.egress_ip) else { bail!("no policy is named") };
     let conditions = match policy.split_once('/') {
@@ -211,8 +227,8 @@ fn explain(store: &Store, click: &Click) -> Result<String> {
         }
     };
     let mut text = format!("Policy {policy}:\n");
-    for Condition { type_, status, message, .. } in conditions.unwrap_or_default() {
-        text += &format!("  {type_} is {status}: {message}\n");
+    for Condition { type_, status, reason, .. } in conditions.unwrap_or_default() {
+        text += &format!("  {type_} is {status} ({reason})\n");
     }
     let ip = address.parse().ok().and_then(|ip| store.get::<EgressIP>(&Key::cluster(&egress_ip_name(ip))));
     let status = ip.as_ref().and_then(|ip| ip.status.as_ref());
@@ -249,7 +265,7 @@ spillway_build_info{version="0.1.0"} 1.0
         *old.packets.get_mut(&account).unwrap() = 20.0;
         *old.opened.get_mut(&account).unwrap() = 9.0;
         old.dropped.clear();
-        let view = view("n1", &old, &now, 2.0, &[("192.0.2.10".to_owned(), "gw1".to_owned())].into());
+        let view = view("n1", &old, &now, 2.0, &[("192.0.2.10".to_owned(), "gw1".to_owned())].into(), PATHS);
         assert_eq!(
             view,
             json!({
@@ -263,8 +279,14 @@ spillway_build_info{version="0.1.0"} 1.0
             })
         );
         // A node that starts anew has no negative rates.
-        let view = super::view("n1", &now, &Metrics::default(), 2.0, &BTreeMap::new());
+        let view = super::view("n1", &now, &Metrics::default(), 2.0, &BTreeMap::new(), PATHS);
         assert_eq!(view["items"], json!([]));
+        let view = super::view("n1", &Metrics::default(), &now, 2.0, &BTreeMap::new(), 0);
+        assert_eq!(
+            (&view["items"], &view["openedPerSecond"]),
+            (&json!([]), &json!(5.0)),
+            "nothing is lost of the sums"
+        );
     }
 
     #[test]

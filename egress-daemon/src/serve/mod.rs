@@ -34,7 +34,10 @@ use std::{
     thread,
     time::Duration,
 };
-use tokio::{net::TcpListener, sync::watch};
+use tokio::{
+    net::TcpListener,
+    sync::{OwnedSemaphorePermit, Semaphore, watch},
+};
 
 const PAGE: &str = include_str!("page.html");
 /// The page needs nothing from anywhere else, and nobody may frame it.
@@ -43,6 +46,8 @@ const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 
 pub const LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8475);
 /// How many paths of a node are shown.
 pub const PATHS: usize = 200;
+/// How many people may watch a page at once: each has a copy of what is shown.
+const VIEWERS: usize = 16;
 /// The time between two samples.
 pub const INTERVAL: Duration = Duration::from_secs(2);
 
@@ -101,28 +106,36 @@ pub fn serve(listen: SocketAddr, feed: &Feed, explain: Explain) -> Result<()> {
     })
 }
 
-fn routes(told: watch::Receiver<BTreeMap<String, Value>>, explain: Explain) -> Router {
+fn routes(told: Told, explain: Explain) -> Router {
     let headers = [(header::CONTENT_SECURITY_POLICY, POLICY), (header::CACHE_CONTROL, "no-store")];
     let page = Router::new().route("/", get(move || async move { (headers, Html(PAGE)) }));
-    let events = Router::new().route("/events", get(events)).with_state(told);
+    let viewers = Arc::new(Semaphore::new(VIEWERS));
+    let events = Router::new().route("/events", get(events)).with_state((told, viewers));
     let explained = Router::new().route("/explain", get(explained)).with_state(explain);
     page.merge(events).merge(explained).layer(middleware::from_fn(check_host))
 }
 
-async fn events(State(told): State<watch::Receiver<BTreeMap<String, Value>>>) -> impl IntoResponse {
+/// What the nodes told, as one viewer receives it.
+type Told = watch::Receiver<BTreeMap<String, Value>>;
+
+async fn events(State((told, viewers)): State<(Told, Arc<Semaphore>)>) -> Response {
+    let Ok(viewer) = viewers.try_acquire_owned() else {
+        return (StatusCode::SERVICE_UNAVAILABLE, format!("{VIEWERS} others watch this page: close one\n"))
+            .into_response();
+    };
     let headers = [(header::CACHE_CONTROL, "no-store")];
-    (headers, Sse::new(changes(told)).keep_alive(KeepAlive::default()))
+    (headers, Sse::new(changes(told, viewer)).keep_alive(KeepAlive::default())).into_response()
 }
 
 /// The present state, and then each change.
-fn changes(mut told: watch::Receiver<BTreeMap<String, Value>>) -> impl Stream<Item = Result<Event, Infallible>> {
+fn changes(mut told: Told, viewer: OwnedSemaphorePermit) -> impl Stream<Item = Result<Event, Infallible>> {
     told.mark_changed();
-    let next = |mut told: watch::Receiver<BTreeMap<String, Value>>| async {
+    let next = |(mut told, viewer): (Told, OwnedSemaphorePermit)| async {
         told.changed().await.ok()?;
         let nodes = serde_json::to_string(&*told.borrow_and_update()).unwrap_or_default();
-        Some((nodes, told))
+        Some((nodes, (told, viewer)))
     };
-    stream::unfold(told, next).map(|nodes| Ok(Event::default().data(nodes)))
+    stream::unfold((told, viewer), next).map(|nodes| Ok(Event::default().data(nodes)))
 }
 
 async fn explained(State(explain): State<Explain>, Query(click): Query<Click>) -> (StatusCode, String) {
@@ -245,5 +258,18 @@ mod tests {
         assert_eq!(next().await, json!({"n1": {"node": "n1", "flows": 1}, "n2": {"flows": 2}}));
         feed.forget("n1");
         assert_eq!(next().await, json!({"n2": {"flows": 2}}));
+    }
+
+    #[tokio::test]
+    async fn only_some_may_watch_at_once() {
+        let page = page(&Feed::default());
+        let mut watching = Vec::new();
+        for _ in 0..VIEWERS {
+            watching.push(ask(&page, "/events", "localhost").await);
+        }
+        assert!(watching.iter().all(|response| response.status() == StatusCode::OK));
+        assert_eq!(ask(&page, "/events", "localhost").await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        watching.pop();
+        assert_eq!(ask(&page, "/events", "localhost").await.status(), StatusCode::OK);
     }
 }
