@@ -9,7 +9,7 @@ use egress_daemon::{
     check,
     cleanup::{self, Options},
     config::{Config, Foreign},
-    ctl::{DEFAULT_BPFFS, Output, message},
+    ctl::{DEFAULT_BPFFS, Output, message, print::show},
     observe::logs::{self, LogFormat},
     store::{Files, Kind, Kubernetes, Reader, Store},
     uninstall::Uninstall,
@@ -260,13 +260,13 @@ fn run(command: Command) -> Result<ExitCode> {
             } else {
                 check::run(&config, &args.pinned.bpffs).await
             };
-            print!("{}", report.print(args.output)?);
+            show(&report.print(args.output)?)?;
             Ok(if report.fails() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
         }),
         Command::Cleanup(args) => wait_for(async {
             let CleanupArgs { pinned, force, release, keep_logs } = args;
             let report = cleanup::run(&pinned.bpffs, Options { force, release, keep_logs }).await?;
-            print!("{report}");
+            show(&report.to_string())?;
             Ok(if report.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }),
         Command::Completions { shell } => {

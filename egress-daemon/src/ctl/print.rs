@@ -38,7 +38,7 @@ pub struct PrintError(String);
 pub fn print<V: Printable>(view: &V, output: Output) -> Result<String, PrintError> {
     let error = |e: &dyn std::fmt::Display| PrintError(e.to_string());
     Ok(match output {
-        Output::Table => view.text(),
+        Output::Table => harmless(&view.text()),
         Output::Json => serde_json::to_string_pretty(view).map_err(|e| error(&e))? + "\n",
         Output::Yaml => {
             // Through JSON, so that both have the same shape.
@@ -46,6 +46,11 @@ pub fn print<V: Printable>(view: &V, output: Output) -> Result<String, PrintErro
             serde_saphyr::to_string(&value).map_err(|e| error(&e))?
         }
     })
+}
+
+/// The same without control characters, which a terminal would obey: names come from everybody who may write an object.
+fn harmless(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
 }
 
 /// Whether a write failed because the reader has seen enough (`egressctl flows | head`).
