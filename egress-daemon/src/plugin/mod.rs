@@ -190,7 +190,7 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
         Command::Sysdump(args) => dump(&kubectl, &args),
         Command::Serve { listen } => serve::run(listen, kubectl, node).map(|()| ExitCode::SUCCESS),
         Command::Connectivity(ConnectivityCommand::Test(args)) => connectivity(&kubectl, args),
-        Command::OnNodes(words) => match understand(&words).map_err(Failure::new)? {
+        Command::OnNodes(words) => match understand(&words).map_err(|error| misunderstood(error, &words))? {
             Understood::OnNodes { pod, output } => on_nodes(&kubectl, node, pod, output, &words),
             Understood::Trace { pod } => follow(&kubectl, node, &pod, &words),
             Understood::Diff { options, output } => {
@@ -200,6 +200,14 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
         },
     };
     done.map_err(Failure::new)
+}
+
+/// What `egressctl` does not understand. The exit code 1 of `diff` says that something would change.
+fn misunderstood(error: anyhow::Error, words: &[OsString]) -> Failure {
+    match words.first() {
+        Some(first) if first == "diff" => Failure { error, code: ExitCode::from(UNKNOWN) },
+        _ => Failure::new(error),
+    }
 }
 
 fn dump(kubectl: &Kubectl, args: &SysdumpArgs) -> Result<ExitCode> {
@@ -238,12 +246,17 @@ fn differences(kubectl: &Kubectl, node: Option<String>, mut options: DiffOptions
 
 fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
     let end = Instant::now() + Duration::from_secs(args.timeout);
-    loop {
+    let look = || -> Result<StatusView> {
         let workloads = kubectl.json(&["get", "daemonsets,deployments", "-l", SELECTOR])?;
-        let status = StatusView::new(&workloads, &kubectl.json(&["get", "spillway", "-A"])?);
-        if status.ready || !args.wait || Instant::now() >= end {
-            show(&print(&status, args.output)?)?;
-            return Ok(if status.ready { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        Ok(StatusView::new(&workloads, &kubectl.json(&["get", "spillway", "-A"])?))
+    };
+    loop {
+        // While it waits, the API server may not serve the CRDs yet, or may restart.
+        let status = look();
+        let ready = status.as_ref().is_ok_and(|status| status.ready);
+        if ready || !args.wait || Instant::now() >= end {
+            show(&print(&status?, args.output)?)?;
+            return Ok(if ready { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
         thread::sleep(LOOK);
     }
