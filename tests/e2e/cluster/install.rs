@@ -28,7 +28,7 @@ fn a_job_says_that_the_cluster_will_do(world: &InstalledCluster) -> Result<()> {
     let file = world.manifests.join("pre/check.yaml").display().to_string();
     let kubectl = |arguments: &[&str]| world.cluster.kubectl(arguments);
     kubectl(&["apply", "-f", &file])?;
-    let waited = kubectl(&["wait", "--for=condition=Complete", "--timeout=90s", "job/spillway-check"]);
+    let waited = kubectl(&["wait", "job/spillway-check", "--for=jsonpath={.status.conditions}", "--timeout=90s"]);
     let said = kubectl(&["logs", "job/spillway-check"]);
     kubectl(&["delete", "-f", &file, "--wait=true"])?;
     let (_, said) = (waited?, said?);
@@ -66,7 +66,7 @@ fn helm_installs_upgrades_and_uninstalls(world: &InstalledCluster) -> Result<()>
     };
     helm("install", &[&chart, "--create-namespace"])?;
     world.wait_installed()?;
-    helm("upgrade", &[&chart, "--reuse-values", "--set", "config.drainTimeout=30m"])?;
+    helm("upgrade", &[&chart, "--reset-then-reuse-values", "--set", "config.drainTimeout=30m"])?;
     world.wait_installed()?;
     leaves_every_node_clean(world, || helm("uninstall", &[]))
 }
