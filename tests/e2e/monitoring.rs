@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use anyhow::Result;
 use lab::prometheus::{self, Prometheus, Target};
-use lab::traffic::{Protocol, UdpClients, UdpOptions, spray};
+use lab::traffic::{Protocol, UdpClients, UdpOptions, send_vxlan, spray};
 use lab::{Dual, Family, Lab, NetNs, Pod, PodSpec, Segment, Server, StartOptions, address, wait_until};
 use serde_json::Value;
 
 use crate::ports::{TARGET, deafen, expire_udp_at_once};
+use crate::security::{FORWARD, TUNNEL_PORT};
 use crate::support::{PATIENCE, egress, policy, start_with, wait_in_force, web};
 
 /// The alerts.
@@ -200,12 +201,16 @@ fn packets_are_dropped(w: &mut Watched<'_>) -> Result<()> {
     drop(asking);
     w.resolve("no gateway is left")?;
 
-    // A port that is leased to no node.
-    let nobody = SocketAddr::new(egress(Family::V4, &[HOST])[0], 1);
-    let scanning = UdpClients::start(&w.server.ns, nobody, 1, options())?;
-    w.fires("SpillwayGatewayDrops", ("severity", "warning"), nothing)?;
+    // A host that is no node sends into a gateway's tunnel. All the while somebody scans the egress IP, which is no fault of a gateway.
+    let address = egress(Family::V4, &[HOST])[0];
+    let scanning = UdpClients::start(&w.server.ns, SocketAddr::new(address, 1), 1, options())?;
+    let device = w.lab.node("gw1").underlay.at(Family::V4, TUNNEL_PORT);
+    let source = SocketAddr::new(address, 1024);
+    let forge = || send_vxlan(w.lab.router(), device, FORWARD, Protocol::Udp, source, w.target());
+    w.fires("SpillwayGatewayDrops", ("node", "gw1"), || (0..20).try_for_each(|_| forge()))?;
+    w.resolve("a stranger sends into the tunnel")?;
     drop(scanning);
-    w.resolve("somebody scans an egress IP")
+    Ok(())
 }
 
 /// Flows first stay for minutes, so that all ports of the egress IP are in use on any machine, and then for a second.
