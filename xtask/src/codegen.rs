@@ -138,7 +138,7 @@ fn template(text: &str) -> String {
             _ if in_template && rest.starts_with("labels: {") => {
                 in_template = false;
                 lines.push(line.to_owned());
-                lines.push(format!("{indent}# Pods with other settings are other pods: they are replaced when the settings change."));
+                lines.push(format!("{indent}# A change of the settings changes this checksum, so Kubernetes replaces the pods."));
                 lines.push(format!("{indent}annotations: {{checksum/config: {{{{ toYaml .Values.config | sha256sum | quote }}}}}}"));
             }
             _ if rest.starts_with("serviceAccountName: ") => {
