@@ -119,8 +119,8 @@ pub struct Probe {
 pub struct LeaseConfig {
     /// `renew`: how often a holder renews its lease.
     pub renew: Duration,
-    /// `duration`: how long a lease that is not renewed stays in force, if it does not say more itself; three times as long for gateways
-    /// while none renews.
+    /// `duration`: how long a lease is valid after its last renewal, unless the lease states a longer time; while no gateway renews,
+    /// gateways' leases are valid three times as long.
     pub duration: Duration,
 }
 

@@ -43,7 +43,7 @@ enum Command {
     Cluster(cluster::Args),
     /// Build the container image as an OCI archive, and the list of its contents
     Image(image::Args),
-    /// Write the CRDs that are generated from the code into manifests/crds
+    /// Write what is generated: the CRDs, the chart's templates and docs/reference/settings.md
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module docs, file sizes, unreached files, links, formatting
     Tidy,

@@ -19,7 +19,7 @@ pub enum RangeError {
         end: IpAddr,
     },
     /// The end lies before the start.
-    #[error("{end} lies before {start}: exchange them")]
+    #[error("{end} lies before {start}: swap them")]
     Order {
         /// the first address
         start: IpAddr,

@@ -84,8 +84,8 @@ enum Command {
     Trace(TraceArgs),
     /// Who used a port of an egress IP at a given time
     ///
-    /// The node comes from the lease log that every gateway keeps, which includes nodes that are gone; the pod comes from the live flows
-    /// of the node where this runs. Reports how certain the answer is, and why not more so.
+    /// The node comes from the lease log of a gateway, the pod from the flow log (flowLog.mode: Flows) or the live flows of the node
+    /// where this runs. Reports how certain the answer is, and the reasons for any doubt.
     Whois(WhoisArgs),
     /// What applying the objects of a file would change
     ///
@@ -155,7 +155,7 @@ struct WhoisArgs {
     /// The server that saw it: 203.0.113.7:443
     #[arg(long, value_name = "ADDR:PORT")]
     to: Option<SocketAddr>,
-    /// Directory of the log, or of a copy of one [default: this node's]
+    /// Directory of a log or of copies of several; of several lease logs only the first by name is read [default: this node's]
     #[arg(long, value_name = "DIR")]
     log: Option<PathBuf>,
 }

@@ -88,7 +88,7 @@ fn btf(facts: &HostFacts) -> CheckLine {
     if facts.btf {
         return ok("btf", "the kernel provides its types");
     }
-    let remedy = "boot a kernel with CONFIG_DEBUG_INFO_BTF, or see with `agent` whether it works without";
+    let remedy = "boot a kernel with CONFIG_DEBUG_INFO_BTF, or start the agent to see whether it works without BTF";
     bad("btf", CheckStatus::Warn, "/sys/kernel/btf/vmlinux is missing", remedy)
 }
 
@@ -215,7 +215,7 @@ fn reverse_path(facts: &HostFacts, config: &Config) -> CheckLine {
             format!("run `sysctl -w net/ipv4/conf/{name}/rp_filter=2`, or let the agent write /proc/sys"),
         );
     }
-    ok("rp_filter", "does not meet packets of policies: the tunnel device has a value of its own (2, loose)")
+    ok("rp_filter", "does not affect policy traffic: the tunnel device is set to 2 (loose)")
 }
 
 fn firewall(facts: &HostFacts, config: &Config) -> CheckLine {

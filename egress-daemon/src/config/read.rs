@@ -118,7 +118,11 @@ fn read(value: Value, found: &mut Found) -> Config {
         );
         lease.set(
             "duration",
-            ["15s", "how long a lease that is not renewed stays in force, if it does not say more itself; three times as long for gateways while none renews"],
+            [
+                "15s",
+                "how long a lease is valid after its last renewal, unless the lease states a longer time; while no gateway renews, \
+                 gateways' leases are valid three times as long",
+            ],
             &mut config.lease.duration,
             |v| duration_in(v, 100, LONGEST_LEASE.as_millis() as u64),
         );

@@ -166,8 +166,8 @@ pub fn message(error: &anyhow::Error) -> String {
 }
 
 fn remark(command: &Command, error: &AskError) -> Option<String> {
-    let unknown = command.unknown_without_agent()?;
-    Some(format!("{error}; this is what the maps say, and unknown are: {unknown}"))
+    let lacking = command.unknown_without_agent()?;
+    Some(format!("{error}; this output comes from the maps alone and lacks {lacking}"))
 }
 
 fn dump(pins: &Pins, access: &NodeAccess, flows: bool) -> Result<Dump> {

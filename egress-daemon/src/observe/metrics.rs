@@ -130,11 +130,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
             "ports of an egress IP that this node uses towards the busiest destination; all nodes together have 64512",
             ports.collect(),
         ),
-        gauge(
-            "spillway_egress_ip_ports_used_ratio",
-            "the same as a share of the 64512 ports of an egress IP: the sum over all nodes is at most what is in use",
-            shares.collect(),
-        ),
+        gauge("spillway_egress_ip_ports_used_ratio", "the same divided by 64512", shares.collect()),
         gauge(
             "spillway_egress_ip_blocks",
             "port blocks leased to this node, by egress IP",

@@ -297,8 +297,8 @@ fn agents(kubectl: &Kubectl, node: Option<String>) -> Result<Vec<Pod>> {
     let mut pods = kubectl.pods("agent")?;
     pods.retain(|pod| node.as_ref().is_none_or(|node| pod.node == *node));
     if pods.is_empty() {
-        let whose = node.map_or("no node".to_owned(), |node| format!("node {node} is not one that"));
-        bail!("{whose} has an agent in namespace {}: name the namespace with --namespace", kubectl.namespace);
+        let what = node.map_or("no node has an agent".to_owned(), |node| format!("node {node} has no agent"));
+        bail!("{what} in namespace {}: name the namespace with --namespace", kubectl.namespace);
     }
     Ok(pods)
 }

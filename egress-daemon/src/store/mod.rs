@@ -121,7 +121,7 @@ pub enum StoreError {
     #[error("{0} was changed since it was read: read it again and repeat the change")]
     Conflict(ObjectRef),
     /// The lease under which the writer writes now has another holder.
-    #[error("{0} is not written: this process does not lead any more")]
+    #[error("{0} was not written: this process is no longer the leader")]
     Fenced(ObjectRef),
     /// The object breaks rules of its kind.
     #[error("{object} is refused: {}", violations.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]

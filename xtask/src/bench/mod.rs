@@ -73,7 +73,7 @@ pub struct Args {
     /// Only packets a second and core at a gateway: plain routing, TC, XDP, and an empty XDP program as the limit
     #[arg(long, conflicts_with_all = ["loads", "programs", "curves", "churn", "failover"])]
     gateway: bool,
-    /// Only the planner on a large cluster and an agent with a full node: writes docs/scale.md
+    /// Only the planner on a large cluster, an agent with a full node, and a cluster of 5,000 nodes (KWOK): writes docs/scale.md
     #[arg(long, exclusive = true)]
     scale: bool,
 }

@@ -99,8 +99,8 @@ pub fn write_curves(docs: &Path, variant: Variant, points: &[Point]) -> Result<(
         "# Rates when a cluster grows\n\nWritten by `cargo xtask bench` and `cargo xtask bench --curves`; do not edit. What is \
          measured, and how: [performance.md](performance.md).\n\n{}\n\n`transport: {}`. Relative to a lab with one of \
          everything, measured in turns: medians of the rounds' ratios, with their range. No curve may lose more than 15 % at its \
-         far end; what plain routing loses with as many flows, or through as many gateways, is the lab's own: memory of the generator, and \
-         all the gateways' namespaces on one processor.\n\n\
+         far end. The plain-routing columns show the loss that the lab itself causes: the generator's memory, and all gateways' namespaces \
+         sharing one processor.\n\n\
          ![scaling](scaling.svg)\n\n{}",
         machine(),
         variant.name(),
