@@ -150,9 +150,14 @@ fn values_of_the_chart_take_effect_and_wrong_ones_are_refused() {
         text.lines().find(|line| line.contains("checksum/config")).map(str::to_owned)
     };
     assert!(checksum(&[]).is_some() && checksum(&[]) != checksum(&["config.maxFlows=4096"]));
-    for wrong in
-        ["agnet.replicas=1", "image.pullPolicy=Sometimes", "controller.replicas=0", "config.foreignKinds={calico}"]
-    {
+    for wrong in [
+        "agnet.replicas=1",
+        "image.pullPolicy=Sometimes",
+        "controller.replicas=0",
+        "config.foreignKinds={calico}",
+        "config.maxFlow=4096",
+        "config.lease.renewal=5s",
+    ] {
         assert!(rendered(&helm, &[wrong]).is_err(), "{wrong} is accepted");
     }
 }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::flowlog::Mode;
 use proptest::prelude::*;
+use serde_json::Value;
 
 fn parse(text: &str) -> Config {
     Config::parse("c.yaml", text.as_bytes()).unwrap_or_else(|error| panic!("{error}"))
@@ -97,6 +98,23 @@ flowLog: {mode: Off, destinations: true, retention: 30d}
     };
     assert_eq!(parse(text), expected);
     assert_eq!(parse("flowLog: {mode: \"Off\", destinations: true, retention: 30d}").flow_log, expected.flow_log);
+}
+
+/// The fields below a section of a schema, which allows no others.
+fn fields(section: &Value, prefix: &str) -> BTreeSet<String> {
+    assert_eq!(section["additionalProperties"], false, "{prefix}");
+    let of = |(name, value): (&String, &Value)| match value.get("properties") {
+        Some(_) => fields(value, &format!("{prefix}{name}.")),
+        None => [format!("{prefix}{name}")].into(),
+    };
+    section["properties"].as_object().unwrap().iter().flat_map(of).collect()
+}
+
+#[test]
+fn the_charts_schema_has_all_fields_and_no_others() {
+    let schema: Value = serde_json::from_str(include_str!("../../../manifests/chart/values.schema.json")).unwrap();
+    let known = Config::settings().into_iter().map(|setting| setting.field).collect();
+    assert_eq!(fields(&schema["properties"]["config"], ""), known, "manifests/chart/values.schema.json");
 }
 
 #[test]
