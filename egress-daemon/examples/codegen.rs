@@ -42,7 +42,7 @@ fn settings() -> String {
 ## Agents and controllers
 
 These are the fields of the configuration file: `--config FILE`, the ConfigMap `spillway-config`, or `config:` in the values of the Helm chart. A field
-that is left out has its default. An unknown field or a bad value is an error that names the field and a remedy. Agents and controllers have the same file.
+that is left out has its default. An unknown field or a bad value is an error that names the field and a remedy. Agents and controllers read the same file.
 
 | field | default | values | meaning |
 | --- | --- | --- | --- |

@@ -185,14 +185,19 @@ fn read(value: Value, found: &mut Found) -> Config {
         &mut config.announce,
         |v| choice(v, &[("arp", Announce::Arp), ("none", Announce::None)]),
     );
-    top.set("foreignKinds", ["[]", "whose objects are read besides our own"], &mut config.foreign_kinds, |v| {
-        let known = |text: &str| match text {
-            "cilium" => Ok(Foreign::Cilium),
-            "antrea" => Ok(Foreign::Antrea),
-            _ => Err("it is not known".to_owned()),
-        };
-        Ok(list(v, "systems: [cilium, antrea]", known)?.into_iter().collect())
-    });
+    top.set(
+        "foreignKinds",
+        ["[]", "systems whose policies Spillway also carries out"],
+        &mut config.foreign_kinds,
+        |v| {
+            let known = |text: &str| match text {
+                "cilium" => Ok(Foreign::Cilium),
+                "antrea" => Ok(Foreign::Antrea),
+                _ => Err("it is not known".to_owned()),
+            };
+            Ok(list(v, "systems: [cilium, antrea]", known)?.into_iter().collect())
+        },
+    );
     let mut limit = None;
     top.set(
         "maxEgressIPsPerNode",
@@ -225,7 +230,7 @@ fn read(value: Value, found: &mut Found) -> Config {
             Value::Bool(false) => Ok(Mode::Off),
             v => choice(v, &[("Off", Mode::Off), ("Leases", Mode::Leases), ("Flows", Mode::Flows)]),
         });
-        log.set("destinations", ["false", "whether the flow log has destinations"], &mut config.flow_log.destinations, boolean);
+        log.set("destinations", ["false", "whether the log of flows records remote addresses and ports"], &mut config.flow_log.destinations, boolean);
         log.set("retention", ["7d", "how long logs are kept"], &mut config.flow_log.retention, |v| duration_in(v, 3_600_000, LONGEST_RETENTION_MS));
         log.set("export", ["[]", "collectors and object stores that the logs are sent to"], &mut config.flow_log.export, |v| {
             let example = "collectors such as [ipfix://192.0.2.7:4739, json://logs.example:5170, s3://bucket/prefix]";
