@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use lab::frames::{Attached, Generator, Sink, redirect};
 use lab::traffic::{Direction, bulk, on_cpu};
 use lab::{Family, NetNs, wait_until};
@@ -23,7 +23,7 @@ use serde_json::{Map, Value, json};
 use super::figures::{family_name, rounded};
 use super::programs::{self, Protocol};
 use super::rounds::Spread;
-use super::variant::{BULK_PORT, BenchLab, CPU, Opened, Variant, patience};
+use super::variant::{BULK_PORT, BenchLab, CPU, Variant, patience};
 use crate::interrupt;
 use crate::progress::Step;
 
@@ -141,7 +141,7 @@ impl Case {
 struct Bench {
     way: GatewayVariant,
     transport: Variant,
-    place: Box<BenchLab>,
+    place: BenchLab,
     /// The threads with which the gateway receives, by interface.
     threads: RefCell<BTreeMap<&'static str, u32>>,
 }
@@ -215,10 +215,7 @@ impl Bench {
             GatewayVariant::Xdp => ("xdp: Native\n", true),
             _ => ("xdp: Off\n", false),
         };
-        let place = match BenchLab::open_with(transport, binaries, config, 1, cards)? {
-            Opened::Ready(place) => place,
-            Opened::Absent(reason) => bail!("{}: {reason}", transport.title()),
-        };
+        let place = BenchLab::open_with(transport, binaries, config, 1, cards)?;
         let gateway = &place.lab.node("gw1").ns;
         // Frames arrive by NAPI, which a veth has only if it merges or runs XDP.
         ["eth0", "ext0"].into_iter().try_for_each(|interface| gateway.take_frames(interface))?;

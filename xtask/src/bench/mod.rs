@@ -33,7 +33,7 @@ use serde_json::json;
 use self::figures::{Figure, family_name};
 use self::load::{Load, Windows};
 use self::report::Findings;
-use self::variant::{BenchLab, CPU, Opened, Variant};
+use self::variant::{BenchLab, CPU, Variant};
 use crate::progress::Step;
 use crate::{build, interrupt, setup, workspace};
 
@@ -146,21 +146,21 @@ pub fn run(args: &Args) -> Result<()> {
     let count = args.rounds.unwrap_or(if args.quick { 3 } else { 9 }).max(1);
     if !args.loads.is_empty() {
         let variants = if args.variants.is_empty() { &Variant::ALL[..] } else { &args.variants };
-        let (places, absent) = open_all(&binaries, variants)?;
+        let places = open_all(&binaries, variants)?;
         let rounds = rounds::run(&places, &args.loads, count, &windows)?;
         drop(places);
         let figures = figures::absolute(&rounds);
-        return print_figures(args, &Findings { rounds, figures, absent, failover: Vec::new() });
+        return print_figures(args, &Findings { rounds, figures, failover: Vec::new() });
     }
     let began = Instant::now();
     let programs = of_programs(&binaries)?;
-    let (places, absent) = open_all(&binaries, &Variant::ALL)?;
+    let places = open_all(&binaries, &Variant::ALL)?;
     let rounds = rounds::run(&places, &Load::ALL, count, &windows)?;
     let flows = of_flows(&places)?;
     drop(places);
     let figures = figures::absolute(&rounds).into_iter().chain(programs).chain(flows).collect();
     let failover = failover::measure(&binaries, if args.quick { 1 } else { DEATHS })?;
-    show(args, &Findings { rounds, figures, absent, failover })?;
+    show(args, &Findings { rounds, figures, failover })?;
     curves(args, &binaries)?;
     eprintln!("in {} s", began.elapsed().as_secs());
     Ok(())
@@ -193,9 +193,6 @@ fn print_figures(args: &Args, findings: &Findings) -> Result<()> {
             print!("{}", failover::table(&findings.failover));
         }
     }
-    for (variant, reason) in &findings.absent {
-        eprintln!("{}: not in this build ({reason})", variant.title());
-    }
     Ok(())
 }
 
@@ -223,33 +220,22 @@ fn windows(quick: bool) -> Windows {
     }
 }
 
-/// Variants that this build does not have, and why.
-type Absent = Vec<(Variant, String)>;
-
-/// The labs of all variants, and why some are missing.
-fn open_all(binaries: &Path, variants: &[Variant]) -> Result<(Vec<BenchLab>, Absent)> {
-    let (mut places, mut absent) = (Vec::new(), Vec::new());
-    for &variant in variants {
+/// The labs of some variants.
+fn open_all(binaries: &Path, variants: &[Variant]) -> Result<Vec<BenchLab>> {
+    let open = |variant: &Variant| {
         let step = Step::start(&format!("build a lab: {}", variant.title()));
-        match BenchLab::open(variant, binaries, "", 1)? {
-            Opened::Ready(place) => {
-                places.push(*place);
-                step.end("✓", "");
-            }
-            Opened::Absent(reason) => {
-                absent.push((variant, reason));
-                step.end("-", "not in this build");
-            }
-        }
-    }
-    Ok((places, absent))
+        let place = BenchLab::open(*variant, binaries, "", 1)?;
+        step.end("✓", "");
+        Ok(place)
+    };
+    variants.iter().map(open).collect()
 }
 
 /// The cost of each program, one lab after the other: the agents of other labs would add to it.
 fn of_programs(binaries: &Path) -> Result<Vec<Figure>> {
     let mut costs = BTreeMap::new();
     for variant in Variant::ALL.into_iter().filter(|one| one.is_spillway()) {
-        let (places, _) = open_all(binaries, &[variant])?;
+        let places = open_all(binaries, &[variant])?;
         let step = Step::start(&format!("cost of programs, {}", variant.title()));
         for place in &places {
             costs.insert(variant, on_cpu(CPU, || programs::measure(place))?);

@@ -25,8 +25,6 @@ const END: &str = "<!-- to here -->";
 pub struct Findings {
     pub rounds: Rounds,
     pub figures: Vec<Figure>,
-    /// Variants that this build does not have, and why.
-    pub absent: Vec<(Variant, String)>,
     /// What the death of a gateway does.
     pub failover: Vec<failover::Line>,
 }
@@ -45,9 +43,6 @@ impl Findings {
         );
         let _ = writeln!(page, "{}\n", machine());
         let _ = writeln!(page, "Medians of {} interleaved rounds, with their range.\n", self.rounds.count());
-        for (variant, _) in &self.absent {
-            let _ = writeln!(page, "`{}` is not in this build.\n", variant.name());
-        }
         page += "![rates relative to plain routing](bench.svg)\n\n";
         page += &table(&self.figures);
         page += "\n## Round by round, relative to plain routing\n\n";

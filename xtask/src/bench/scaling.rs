@@ -3,14 +3,14 @@
 
 use std::path::Path;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use lab::traffic::{Blaster, on_cpu};
 use lab::{Family, wait_until};
 
 use super::load::{self, Windows};
 use super::rounds::Spread;
 use super::routes::{TARGETS, targets};
-use super::variant::{BenchLab, CPU, EGRESS, Opened, Variant, patience, policy};
+use super::variant::{BenchLab, CPU, EGRESS, Variant, patience, policy};
 use crate::interrupt;
 use crate::progress::Step;
 
@@ -114,12 +114,12 @@ pub fn measure(
     let rounds = if quick { QUICK_ROUNDS } else { ROUNDS };
     for axis in Axis::ALL {
         let config = if axis == Axis::Flows { MANY_FLOWS } else { "" };
-        let base = ready(variant, binaries, config, 1)?;
+        let base = BenchLab::open(variant, binaries, config, 1)?;
         for &count in axis.points(quick) {
             let step = Step::start(&format!("{count} {}", axis.title()));
             step.at("building");
             let gateways = if axis == Axis::Gateways { u8::try_from(count)? } else { 1 };
-            let place = ready(variant, binaries, config, gateways)?;
+            let place = BenchLab::open(variant, binaries, config, gateways)?;
             grow(&place, axis, count)?;
             let measured = || match axis {
                 Axis::Flows => flows(&base, &place, binaries, count, rounds, windows),
@@ -132,13 +132,6 @@ pub fn measure(
         }
     }
     Ok(())
-}
-
-fn ready(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Box<BenchLab>> {
-    match BenchLab::open(variant, binaries, config, gateways)? {
-        Opened::Ready(place) => Ok(place),
-        Opened::Absent(reason) => bail!("{}: {reason}", variant.title()),
-    }
 }
 
 /// A policy may have somewhat more (`maxItems` of the CRD).
@@ -206,7 +199,7 @@ fn flows(
     rounds: usize,
     windows: &Windows,
 ) -> Result<Point> {
-    let plain = ready(Variant::Plain, binaries, "", 1)?;
+    let plain = BenchLab::open(Variant::Plain, binaries, "", 1)?;
     let sockets = (count as usize).div_ceil(usize::from(TARGETS));
     let one = |place: &BenchLab| Blaster::open(&place.pod.ns, 1, &[targets(FAMILY)[0]], 64);
     let many = |place: &BenchLab| Blaster::open(&place.pod.ns, sockets, &targets(FAMILY), 64);
@@ -243,7 +236,7 @@ fn others(
     let mut pairs = vec![Pair::open(place, base, [Series::AllFlows, Series::Connections])?];
     let plain;
     if let Axis::Gateways = axis {
-        let routed = |gateways| ready(Variant::Plain, binaries, "", gateways);
+        let routed = |gateways| BenchLab::open(Variant::Plain, binaries, "", gateways);
         plain = (routed(u8::try_from(count)?)?, routed(1)?);
         pairs.push(Pair::open(&plain.0, &plain.1, [Series::PlainFlows, Series::PlainConnections])?);
     }

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use lab::traffic::{
     BulkServer, LoadServer, ServerAnswer, ServerMode, TcpClients, TcpOptions, TcpServer, UdpSink, on_cpu,
 };
@@ -120,22 +120,14 @@ pub struct BenchLab {
     pub lab: Lab,
 }
 
-/// Whether a variant could be opened.
-pub enum Opened {
-    /// It can be measured.
-    Ready(Box<BenchLab>),
-    /// This build of Spillway does not have it: why.
-    Absent(String),
-}
-
 impl BenchLab {
     /// Builds the lab of a variant. `config` is added to the agents' configuration, `gateways` is how many there are.
-    pub fn open(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<Opened> {
+    pub fn open(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<BenchLab> {
         Self::open_with(variant, binaries, config, gateways, false)
     }
 
     /// The same; `cards`: with links like those between cards.
-    pub fn open_with(variant: Variant, binaries: &Path, config: &str, gateways: u8, cards: bool) -> Result<Opened> {
+    pub fn open_with(variant: Variant, binaries: &Path, config: &str, gateways: u8, cards: bool) -> Result<BenchLab> {
         let masquerade = variant != Variant::Plain;
         let builder = Lab::builder().workers(1).gateways(gateways).far_servers(0).masquerade(masquerade);
         let builder = if cards { builder.cards() } else { builder };
@@ -147,11 +139,7 @@ impl BenchLab {
         match variant {
             Variant::Plain => routes::plain(&lab)?,
             Variant::Stock => routes::stock(&lab)?,
-            _ => {
-                if let Some(reason) = start(&mut lab, variant, binaries, config)? {
-                    return Ok(Opened::Absent(reason));
-                }
-            }
+            _ => start(&mut lab, variant, binaries, config)?,
         }
         // An unspecified IPv6 address takes IPv4 datagrams as well.
         let sink = UdpSink::start(&server.ns, SocketAddr::new([0u16; 8].into(), UDP_PORT))?;
@@ -163,7 +151,7 @@ impl BenchLab {
         let servers = (bulk, hold, echo);
         let place = BenchLab { variant, pod, server, sink, _servers: servers, lab };
         place.check()?;
-        Ok(Opened::Ready(Box::new(place)))
+        Ok(place)
     }
 
     /// Waits until the pod's connections have the address at the server that this variant gives them.
@@ -203,28 +191,18 @@ pub fn patience(lab: &Lab) -> Duration {
     PATIENCE * (lab.nodes().count() as u32).div_ceil(NODES_AT_ONCE)
 }
 
-/// Starts Spillway in a lab, with one policy for everything; or says why this build cannot.
-fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Result<Option<String>> {
+/// Starts Spillway in a lab, with one policy for everything.
+fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Result<()> {
     lab.manifests().write("policy", &policy("bench", &["0.0.0.0/0", "::/0"], &[(EGRESS, "gw1")]))?;
     let text = format!("{CALM}{}{config}", variant.config().unwrap_or_default());
     let options = StartOptions::new().config(&text).binary(&binaries.join("egress-daemon"));
     lab.start_agents(&options)?;
     let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
     let began = Instant::now();
-    loop {
+    while lab.manifests().written_names("EgressNode") != nodes {
         for node in &nodes {
             let agent = lab.agent(node);
-            if agent.alive()? {
-                continue;
-            }
-            let log = agent.log();
-            match log.lines().find(|line| line.contains("transport")) {
-                Some(line) => return Ok(Some(line.trim().to_owned())),
-                None => bail!("the agent of {node} has ended:\n{}", agent.tail()),
-            }
-        }
-        if lab.manifests().written_names("EgressNode") == nodes {
-            break;
+            ensure!(agent.alive()?, "the agent of {node} has ended:\n{}", agent.tail());
         }
         if began.elapsed() > patience(lab) {
             bail!("not every agent has reported within {:?}", patience(lab));
@@ -232,8 +210,7 @@ fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Resu
         std::thread::sleep(Duration::from_millis(20));
     }
     let options = StartOptions::new().config(CALM).binary(&binaries.join("egress-daemon"));
-    lab.start_controller("controller", &options).context("the controller")?;
-    Ok(None)
+    lab.start_controller("controller", &options).context("the controller")
 }
 
 /// A policy for the bench's pod: destinations, and the host numbers of its egress IPs with the gateway of each.
