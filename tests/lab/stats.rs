@@ -9,7 +9,7 @@ pub struct Percentiles {
     pub count: usize,
     /// The smallest.
     pub min: f64,
-    /// The median.
+    /// The median; between the middle two of an even number.
     pub p50: f64,
     /// 90 % are not above it.
     pub p90: f64,
@@ -22,15 +22,16 @@ pub struct Percentiles {
 }
 
 impl Percentiles {
-    /// The order statistics (nearest rank) of `values`.
+    /// The order statistics (nearest rank, but for the median) of `values`.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Percentiles {
         let mut sorted: Vec<f64> = values.into_iter().collect();
         sorted.sort_by(f64::total_cmp);
         let (Some(&min), Some(&max)) = (sorted.first(), sorted.last()) else { return Percentiles::default() };
         let count = sorted.len();
         let at = |share: f64| sorted[((share * count as f64).ceil() as usize).clamp(1, count) - 1];
+        let p50 = (sorted[(count - 1) / 2] + sorted[count / 2]) / 2.0;
         let mean = sorted.iter().sum::<f64>() / count as f64;
-        Percentiles { count, min, p50: at(0.5), p90: at(0.9), p99: at(0.99), max, mean }
+        Percentiles { count, min, p50, p90: at(0.9), p99: at(0.99), max, mean }
     }
 }
 
@@ -90,10 +91,10 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_nearest_ranks() {
+    fn percentiles_are_nearest_ranks_and_the_median_is_in_the_middle() {
         let hundred = Percentiles::of((1..=100).map(f64::from));
-        assert_eq!((hundred.p50, hundred.p90, hundred.p99, hundred.max), (50.0, 90.0, 99.0, 100.0));
-        assert_eq!(Percentiles::of([7.0]).p99, 7.0);
+        assert_eq!((hundred.p50, hundred.p90, hundred.p99, hundred.max), (50.5, 90.0, 99.0, 100.0));
+        assert_eq!((Percentiles::of([7.0]).p50, Percentiles::of([7.0]).p99), (7.0, 7.0));
         assert_eq!(Percentiles::of([]).count, 0);
     }
 }

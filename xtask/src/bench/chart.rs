@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use lab::Family;
 
-use super::figures::family_name;
+use super::figures::{Column, family_name};
 use super::load::Metric;
 use super::rounds::Rounds;
 use super::scaling::{Axis, Point, Series};
@@ -53,8 +53,10 @@ fn line(from: (f64, f64), to: (f64, f64), style: &str) -> String {
 
 /// Bars: medians relative to plain routing, higher is better.
 pub fn bars(rounds: &Rounds) -> String {
-    let present: Vec<Variant> =
-        Variant::ALL.into_iter().filter(|v| rounds.spread((Metric::UdpSmall, Family::V4), *v).is_some()).collect();
+    let present: Vec<Variant> = Variant::ALL
+        .into_iter()
+        .filter(|v| rounds.figure((Metric::UdpSmall, Family::V4)).values.contains_key(v))
+        .collect();
     let (left, base, height) = (50.0, 300.0, 230.0);
     let bar = 13.0;
     let group = bar * present.len() as f64 + 18.0;
@@ -71,8 +73,8 @@ pub fn bars(rounds: &Rounds) -> String {
         for (half, family) in Family::BOTH.into_iter().enumerate() {
             let x = left + group * (2 * at + half) as f64 + 9.0;
             for (n, variant) in present.iter().enumerate() {
-                let Some(ratio) = rounds.ratio((metric, family), *variant, Variant::Plain) else { continue };
-                let value = if metric.more_is_better() { ratio.median } else { 1.0 / ratio.median };
+                let Some(ratio) = rounds.figure((metric, family)).ratio(*variant, Variant::Plain) else { continue };
+                let value = if metric.more_is_better() { ratio.p50 } else { 1.0 / ratio.p50 };
                 let _ = writeln!(
                     body,
                     "<rect x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{}\"><title>{}: {value:.2}</title></rect>",
@@ -129,7 +131,7 @@ pub fn curves(points: &[Point]) -> String {
         body += &text(left, base + 14.0, 10, "middle", "1");
         body += &text((left + right) / 2.0, base + 32.0, 12, "middle", axis.title());
         for (one, color) in series {
-            let value = |point: &&Point| Some((point.count, point.relative.iter().find(|(s, _)| *s == one)?.1.median));
+            let value = |point: &&Point| Some((point.count, point.relative.spread(one)?.p50));
             let found: Vec<(u32, f64)> = own.iter().filter_map(value).collect();
             if found.is_empty() {
                 continue;

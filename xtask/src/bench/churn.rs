@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use lab::Family;
 use lab::traffic::{AnswerServer, ConnectRate, LoadServer, Queries, ServerAnswer, on_cpu};
 
-use super::figures::Figure;
+use super::figures::{Column, Figure};
 use super::flows::{map_memory, tracked};
 use super::variant::{BenchLab, CPU, Variant};
 use crate::progress::Step;
@@ -62,8 +62,8 @@ pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
         ("packets refused for lack of room", "packets", |c| c.refused),
         ("peak memory of flows", "MiB", |c| c.memory / f64::from(1 << 20)),
     ];
-    let figure = |(name, unit, of): (&str, &'static str, Of)| {
-        Figure::single(name.to_owned(), unit, all.iter().map(|(variant, churned)| (*variant, of(churned))))
+    let figure = |(name, unit, of): (&str, &str, Of)| {
+        Figure::single(name, unit, all.iter().map(|(variant, churned)| (*variant, of(churned))))
     };
     Ok(figures.into_iter().map(figure).collect())
 }

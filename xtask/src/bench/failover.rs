@@ -1,17 +1,15 @@
 //! The death of a gateway: Spillway and the usual pair of keepalived and conntrackd, in the same namespaces and under the same load.
 
-use std::fmt::Write;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use lab::stats::Percentiles;
 use lab::traffic::{Mixed, Pauses};
 use lab::{Family, Lab, PodSpec, StartOptions, address, vrrp, wait_until};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::figures::rounded;
-use super::report::number;
-use super::rounds::Spread;
+use super::figures::{self, Column, Figure, number, rounded};
 use super::variant::sources;
 use crate::demo::objects;
 use crate::interrupt;
@@ -26,8 +24,8 @@ const WATCH: Duration = Duration::from_secs(12);
 const SILENT: Duration = Duration::from_secs(3);
 
 /// What is compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum System {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum System {
     Spillway,
     Keepalived,
     Fast,
@@ -35,7 +33,9 @@ enum System {
 
 impl System {
     const ALL: [System; 3] = [System::Spillway, System::Keepalived, System::Fast];
+}
 
+impl Column for System {
     fn name(self) -> &'static str {
         match self {
             System::Spillway => "spillway",
@@ -53,36 +53,15 @@ impl System {
     }
 }
 
-/// One line of the table: a value for each system, over the rounds.
-#[derive(Clone, Debug)]
-pub struct Line {
-    name: &'static str,
-    unit: &'static str,
-    values: Vec<Spread>,
-}
-
-impl Line {
-    /// `{"name", "unit", "spillway": {"median", "max"}, "keepalived": .., "keepalived-fast": ..}`.
-    pub fn json(&self) -> Value {
-        let mut object = Map::from_iter([("name".into(), json!(self.name)), ("unit".into(), json!(self.unit))]);
-        for (system, spread) in System::ALL.iter().zip(&self.values) {
-            let value = json!({"median": rounded(spread.median), "max": rounded(spread.max)});
-            object.insert(system.name().into(), value);
-        }
-        object.into()
-    }
+/// `{"name", "unit", "spillway": {"median", "max"}, "keepalived": .., "keepalived-fast": ..}` for each figure.
+pub fn json(figures: &[Figure<System>]) -> Value {
+    let cell = |spread: Percentiles| json!({"median": rounded(spread.p50), "max": rounded(spread.max)});
+    figures.iter().map(|figure| figure.json(&System::ALL, cell)).collect()
 }
 
 /// A Markdown table: the median and, in parentheses, the worst.
-pub fn table(lines: &[Line]) -> String {
-    let titles = System::ALL.map(System::title).join(" | ");
-    let mut text = format!("| | | {titles} |\n| --- | --- | --: | --: | --: |\n");
-    for line in lines {
-        let cell = |spread: &Spread| format!("{} ({})", number(spread.median), number(spread.max));
-        let cells: Vec<String> = line.values.iter().map(cell).collect();
-        let _ = writeln!(text, "| {} | {} | {} |", line.name, line.unit, cells.join(" | "));
-    }
-    text
+pub fn table(figures: &[Figure<System>]) -> String {
+    figures::table(figures, &System::ALL, |spread| format!("{} ({})", number(spread.p50), number(spread.max)))
 }
 
 /// The effects of one death.
@@ -97,7 +76,7 @@ struct Death {
 }
 
 /// Measures this many deaths of each system, in turns.
-pub fn measure(binaries: &Path, rounds: usize) -> Result<Vec<Line>> {
+pub fn measure(binaries: &Path, rounds: usize) -> Result<Vec<Figure<System>>> {
     let mut all: [Vec<Death>; 3] = Default::default();
     for round in 1..=rounds {
         for (system, deaths) in System::ALL.into_iter().zip(&mut all) {
@@ -116,12 +95,11 @@ pub fn measure(binaries: &Path, rounds: usize) -> Result<Vec<Line>> {
         ("slowest new connection", "s", |d| d.slowest),
         ("new connections not established in 5 s", "connections", |d| d.failed as f64),
     ];
-    let line = |(name, unit, of): (&'static str, &'static str, Of)| {
-        let values =
-            all.iter().map(|deaths| Spread::of(&deaths.iter().map(of).collect::<Vec<_>>())).collect::<Option<_>>();
-        values.map(|values| Line { name, unit, values })
+    let figure = |(name, unit, of): (&str, &str, Of)| {
+        let values = all.iter().map(|deaths| deaths.iter().map(of).collect());
+        Figure::new(name, unit, System::ALL.into_iter().zip(values))
     };
-    Ok(lines.into_iter().filter_map(line).collect())
+    Ok(lines.into_iter().map(figure).collect())
 }
 
 fn death(system: System, binaries: &Path) -> Result<Death> {
@@ -204,13 +182,9 @@ mod tests {
 
     #[test]
     fn the_table_has_median_and_worst_and_json_names_each_system() {
-        let spread = |median, max| Spread { median, min: 0.0, max };
-        let values = vec![spread(0.3, 0.32), spread(3.6, 4.0), spread(0.5, 0.6)];
-        let line = Line { name: "longest pause", unit: "s", values };
-        assert!(
-            table(std::slice::from_ref(&line))
-                .ends_with("| longest pause | s | 0.30 (0.32) | 3.60 (4.00) | 0.50 (0.60) |\n")
-        );
-        assert_eq!(line.json()["keepalived-fast"], json!({"median": 0.5, "max": 0.6}));
+        let values = [vec![0.3, 0.3, 0.32], vec![3.6, 3.6, 4.0], vec![0.5, 0.5, 0.6]];
+        let figures = [Figure::new("longest pause", "s", System::ALL.into_iter().zip(values))];
+        assert!(table(&figures).ends_with("| longest pause | s | 0.30 (0.32) | 3.60 (4.00) | 0.50 (0.60) |\n"));
+        assert_eq!(json(&figures)[0]["keepalived-fast"], json!({"median": 0.5, "max": 0.6}));
     }
 }

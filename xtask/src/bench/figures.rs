@@ -1,44 +1,93 @@
 //! All figures of a run in one form: what the JSON output, the tables and the charts are made from.
 
 use std::collections::BTreeMap;
+use std::fmt::Write;
 
 use lab::Family;
+use lab::stats::Percentiles;
 use serde_json::{Map, Value, json};
 
-use super::load::Metric;
 use super::programs::Cost;
-use super::rounds::{Rounds, Spread};
 use super::variant::Variant;
+
+/// What figures compare.
+pub trait Column: Copy + Ord {
+    /// The key in the JSON output.
+    fn name(self) -> &'static str;
+
+    /// The title of its column.
+    fn title(self) -> &'static str {
+        self.name()
+    }
+}
 
 /// One line of a table.
 #[derive(Clone, Debug)]
-pub struct Figure {
-    /// The metric, with its address family.
+pub struct Figure<C = Variant> {
+    /// What was measured.
     pub name: String,
     /// The unit.
-    pub unit: &'static str,
-    /// The variants that have it.
-    pub values: BTreeMap<Variant, Spread>,
+    pub unit: String,
+    /// The columns that have it, with a value for each round.
+    pub values: BTreeMap<C, Vec<f64>>,
 }
 
-impl Figure {
-    /// A figure that was taken once for each variant.
-    pub fn single(name: String, unit: &'static str, values: impl IntoIterator<Item = (Variant, f64)>) -> Figure {
-        let values = values.into_iter().map(|(v, x)| (v, Spread { median: x, min: x, max: x })).collect();
-        Figure { name, unit, values }
+impl<C: Column> Figure<C> {
+    /// A line with these values.
+    pub fn new(name: &str, unit: &str, values: impl IntoIterator<Item = (C, Vec<f64>)>) -> Self {
+        Figure { name: name.to_owned(), unit: unit.to_owned(), values: values.into_iter().collect() }
     }
 
-    /// `{"name", "unit", "plain", "stock", "device", "vxlan", "direct", "bypass"}`, with null for a variant that does not have it.
-    pub fn json(&self) -> Value {
-        let mut object = Map::new();
-        object.insert("name".to_owned(), json!(self.name));
-        object.insert("unit".to_owned(), json!(self.unit));
-        for variant in Variant::ALL {
-            let value = self.values.get(&variant).map(|spread| rounded(spread.median));
-            object.insert(variant.name().to_owned(), json!(value));
-        }
-        Value::Object(object)
+    /// A figure that was taken once for each column.
+    pub fn single(name: &str, unit: &str, values: impl IntoIterator<Item = (C, f64)>) -> Self {
+        Self::new(name, unit, values.into_iter().map(|(column, value)| (column, vec![value])))
     }
+
+    /// A column's values.
+    pub fn spread(&self, column: C) -> Option<Percentiles> {
+        Some(Percentiles::of(self.values.get(&column)?.iter().copied())).filter(|spread| spread.count > 0)
+    }
+
+    /// All columns relative to one, round by round.
+    pub fn relative(&self, to: C, unit: &str) -> Self {
+        let Some(base) = self.values.get(&to) else { return Self::new(&self.name, unit, []) };
+        let ratios = |ours: &Vec<f64>| ours.iter().zip(base).map(|(a, b)| a / b).collect();
+        Self::new(&self.name, unit, self.values.iter().map(|(column, ours)| (*column, ratios(ours))))
+    }
+
+    /// One column relative to another one, round by round.
+    pub fn ratio(&self, column: C, to: C) -> Option<Percentiles> {
+        self.relative(to, "").spread(column)
+    }
+
+    /// `{"name", "unit", ..}` with a value for each column, null where there is none.
+    pub fn json(&self, columns: &[C], cell: impl Fn(Percentiles) -> Value) -> Value {
+        let cells = columns.iter().map(|column| (column.name().to_owned(), json!(self.spread(*column).map(&cell))));
+        let head = [("name".to_owned(), json!(self.name)), ("unit".to_owned(), json!(self.unit))];
+        Value::Object(head.into_iter().chain(cells).collect::<Map<_, _>>())
+    }
+}
+
+/// Markdown: the figures that have values.
+pub fn table<C: Column>(figures: &[Figure<C>], columns: &[C], cell: impl Fn(Percentiles) -> String) -> String {
+    let titles: Vec<&str> = columns.iter().map(|column| column.title()).collect();
+    let mut text = format!("| | | {} |\n| --- | --- |{}\n", titles.join(" | "), " --: |".repeat(titles.len()));
+    for figure in figures.iter().filter(|figure| !figure.values.is_empty()) {
+        let cells = columns.iter().map(|column| figure.spread(*column).map_or("–".to_owned(), &cell));
+        let _ = writeln!(text, "| {} | {} | {} |", figure.name, figure.unit, cells.collect::<Vec<_>>().join(" | "));
+    }
+    text
+}
+
+/// A cell of a table: the median and the range.
+pub fn range(spread: Percentiles) -> String {
+    let Percentiles { p50, min, max, .. } = spread;
+    if min == max { number(p50) } else { format!("{} ({}–{})", number(p50), number(min), number(max)) }
+}
+
+/// A cell of the JSON output.
+pub fn median(spread: Percentiles) -> Value {
+    json!(rounded(spread.p50))
 }
 
 /// Four significant digits: more are noise.
@@ -50,37 +99,26 @@ pub fn rounded(value: f64) -> f64 {
     (value * scale).round() / scale
 }
 
+/// Three significant digits, with thousands separated.
+pub fn number(value: f64) -> String {
+    let value = rounded(value);
+    match value.abs() {
+        0.0..9.95 => format!("{value:.2}"),
+        9.95..99.5 => format!("{value:.1}"),
+        _ => {
+            let digits = format!("{value:.0}");
+            let groups = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy);
+            groups.collect::<Vec<_>>().join(",")
+        }
+    }
+}
+
 /// The family's name in tables.
 pub fn family_name(family: Family) -> &'static str {
     match family {
         Family::V4 => "IPv4",
         Family::V6 => "IPv6",
     }
-}
-
-/// Every figure of the rounds, in absolute terms.
-pub fn absolute(rounds: &Rounds) -> Vec<Figure> {
-    each(|metric, family| {
-        let (name, unit) = metric.title();
-        let spread = |variant| Some((variant, rounds.spread((metric, family), variant)?));
-        let values = Variant::EVERY.into_iter().filter_map(spread).collect();
-        Figure { name: format!("{name}, {}", family_name(family)), unit, values }
-    })
-}
-
-/// Every figure of the rounds relative to one variant, round by round.
-pub fn relative(rounds: &Rounds, to: Variant) -> Vec<Figure> {
-    each(|metric, family| {
-        let (name, _) = metric.title();
-        let spread = |variant| Some((variant, rounds.ratio((metric, family), variant, to)?));
-        let values = Variant::ALL.into_iter().filter_map(spread).collect();
-        let unit = if to == Variant::Plain { "of plain routing" } else { "of the stock kernel" };
-        Figure { name: format!("{name}, {}", family_name(family)), unit, values }
-    })
-}
-
-fn each(figure: impl Fn(Metric, Family) -> Figure) -> Vec<Figure> {
-    Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| figure(metric, family))).collect()
 }
 
 /// The end of the name of a program's figure from which the cost of an empty program is subtracted.
@@ -100,7 +138,7 @@ pub fn of_programs(costs: &BTreeMap<Variant, Vec<Cost>>) -> Vec<Figure> {
         }
     }
     let figure = |((name, family, beyond), values)| {
-        Figure::single(format!("{name}, {}{beyond}", family_name(family)), "ns", values)
+        Figure::single(&format!("{name}, {}{beyond}", family_name(family)), "ns", values)
     };
     found.into_iter().map(figure).collect()
 }
@@ -110,13 +148,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_has_every_variant_and_null_for_those_without_a_value() {
-        let figure =
-            Figure::single("UDP".to_owned(), "kpps", [(Variant::Plain, 486.4321), (Variant::Device, 0.012345)]);
+    fn json_has_every_column_and_null_for_those_without_a_value() {
+        let figure = Figure::single("UDP", "kpps", [(Variant::Plain, 486.4321), (Variant::Logged, 0.012345)]);
         assert_eq!(
-            figure.json(),
-            json!({"name": "UDP", "unit": "kpps", "plain": 486.4, "stock": null, "device": 0.01235, "vxlan": null,
-                "direct": null, "bypass": null})
+            figure.json(&[Variant::Plain, Variant::Stock, Variant::Logged], median),
+            json!({"name": "UDP", "unit": "kpps", "plain": 486.4, "stock": null, "logged": 0.01235})
+        );
+    }
+
+    #[test]
+    fn ratios_are_taken_round_by_round() {
+        // The machine is twice as fast in the second round and four times as fast in the third.
+        let values = [(Variant::Plain, vec![100.0, 200.0, 400.0]), (Variant::Device, vec![50.0, 90.0, 240.0])];
+        let figure = Figure::new("UDP", "kpps", values);
+        let ratio = figure.ratio(Variant::Device, Variant::Plain).unwrap();
+        assert_eq!((ratio.p50, ratio.min, ratio.max), (0.5, 0.45, 0.6));
+        assert_eq!(figure.spread(Variant::Device).unwrap().p50, 90.0);
+        assert_eq!(figure.ratio(Variant::Direct, Variant::Plain), None);
+        assert_eq!(figure.ratio(Variant::Plain, Variant::Direct), None);
+        let lines = table(&[figure], &[Variant::Device, Variant::Stock], range);
+        assert!(lines.ends_with("| --: | --: |\n| UDP | kpps | 90.0 (50.0–240) | – |\n"), "{lines}");
+    }
+
+    #[test]
+    fn numbers_are_short_and_readable() {
+        assert_eq!(
+            [0.054, 0.999, 4.711, 23.456, 486.4, 37_512.0, 1_000_000.0].map(number),
+            ["0.05", "1.00", "4.71", "23.5", "486", "37,510", "1,000,000"]
         );
     }
 }

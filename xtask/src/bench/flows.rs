@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use lab::Family;
+use lab::stats::Percentiles;
 use lab::traffic::Blaster;
 
-use super::rounds::median;
 use super::routes::{TARGETS, targets};
 use super::variant::{BenchLab, Variant};
 
@@ -17,7 +17,7 @@ const TURNS: usize = 7;
 
 /// Microseconds of CPU time that a flow's first packet takes beyond a later one.
 pub fn set_up_time(place: &BenchLab, family: Family) -> Result<f64> {
-    median(TURNS, || {
+    let turn = |_| {
         let mut blaster = Blaster::open(&place.pod.ns, SOCKETS, &targets(family), 64)?;
         let first = blaster.run_once(&place.sink)?;
         ensure!(first.received > 0, "no first packet has arrived");
@@ -25,7 +25,8 @@ pub fn set_up_time(place: &BenchLab, family: Family) -> Result<f64> {
         blaster.run_once(&place.sink)?;
         let later = blaster.run(&place.sink, Duration::ZERO, Duration::from_millis(100))?;
         Ok((first.cpu_per_packet() - later.cpu_per_packet()).max(0.0) * 1e6)
-    })
+    };
+    Ok(Percentiles::of((0..TURNS).map(turn).collect::<Result<Vec<_>>>()?).p50)
 }
 
 /// Bytes that a flow holds on all nodes together: entries of maps, or of the kernel's connection tracking (without its

@@ -18,18 +18,17 @@ use lab::traffic::{Direction, bulk, on_cpu};
 use lab::{Family, NetNs, wait_until};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 
-use super::figures::{family_name, rounded};
+use super::figures::{self, Column, Figure, family_name, median, number};
 use super::programs::{self, Protocol};
-use super::rounds::Spread;
 use super::variant::{BULK_PORT, BenchLab, CPU, Variant, patience};
 use crate::interrupt;
 use crate::progress::Step;
 
 /// What is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum GatewayVariant {
+pub enum GatewayVariant {
     Plain,
     Tc,
     Xdp,
@@ -39,7 +38,7 @@ enum GatewayVariant {
 const GATEWAY_VARIANTS: [GatewayVariant; 4] =
     [GatewayVariant::Plain, GatewayVariant::Tc, GatewayVariant::Xdp, GatewayVariant::Empty];
 
-impl GatewayVariant {
+impl Column for GatewayVariant {
     fn name(self) -> &'static str {
         match self {
             GatewayVariant::Plain => "plain",
@@ -50,49 +49,20 @@ impl GatewayVariant {
     }
 }
 
-/// One figure: its name, its unit, and each variant's values, one for each round.
-pub struct Line {
-    name: String,
-    unit: &'static str,
-    values: BTreeMap<GatewayVariant, Vec<f64>>,
+/// `{"name", "unit", "plain", "tc", "xdp", "empty"}` for each figure, with null for a variant that does not have it.
+pub fn json(figures: &[Figure<GatewayVariant>]) -> Value {
+    figures.iter().map(|figure| figure.json(&GATEWAY_VARIANTS, median)).collect()
 }
 
-impl Line {
-    /// `{"name", "unit", "plain", "tc", "xdp", "empty"}`, with null for a variant that does not have it.
-    pub fn json(&self) -> Value {
-        let mut object = Map::new();
-        object.insert("name".to_owned(), json!(self.name));
-        object.insert("unit".to_owned(), json!(self.unit));
-        for way in GATEWAY_VARIANTS {
-            let median =
-                self.values.get(&way).and_then(|values| Spread::of(values)).map(|spread| rounded(spread.median));
-            object.insert(way.name().to_owned(), json!(median));
-        }
-        Value::Object(object)
-    }
-
-    /// How the program at the driver compares with another variant: the median of the rounds' ratios.
-    fn ratio(&self, to: GatewayVariant) -> Option<f64> {
-        let (ours, theirs) = (self.values.get(&GatewayVariant::Xdp)?, self.values.get(&to)?);
-        Some(Spread::of(&ours.iter().zip(theirs).map(|(a, b)| a / b).collect::<Vec<_>>())?.median)
-    }
-
-    fn text(&self) -> String {
-        let value = |way| {
-            let spread = self.values.get(&way).and_then(|values| Spread::of(values));
-            spread.map_or_else(|| "–".to_owned(), |spread| rounded(spread.median).to_string())
-        };
-        let ratios = [GatewayVariant::Plain, GatewayVariant::Tc, GatewayVariant::Empty]
-            .map(|to| self.ratio(to).map_or_else(|| "–".into(), |r| format!("{r:.2}")));
-        let values = GATEWAY_VARIANTS.map(value);
-        format!("| {} ({}) | {} | {} |\n", self.name, self.unit, values.join(" | "), ratios.join(" | "))
-    }
-}
-
-/// The figures as a table of Markdown, with the ratios of the program at the driver.
-pub fn table(lines: &[Line]) -> String {
-    let head = "| | plain | tc | xdp | empty | xdp to plain | to tc | to empty |\n| --- | --: | --: | --: | --: | --: | --: | --: |\n";
-    head.to_owned() + &lines.iter().map(Line::text).collect::<String>()
+/// A Markdown table, with how the program at the driver compares with the other variants.
+pub fn table(figures: &[Figure<GatewayVariant>]) -> String {
+    let ratios = |figure: &Figure<GatewayVariant>| {
+        let to = |to| Some((to, figure.relative(to, "").values.remove(&GatewayVariant::Xdp)?));
+        let others = GATEWAY_VARIANTS.into_iter().filter(|one| *one != GatewayVariant::Xdp);
+        Figure::new("", "xdp relative to it", others.filter_map(to))
+    };
+    let lines: Vec<_> = figures.iter().flat_map(|figure| [figure.clone(), ratios(figure)]).collect();
+    figures::table(&lines, &GATEWAY_VARIANTS, |spread| number(spread.p50))
 }
 
 /// Marks the generator's frames: the beginning of their payload.
@@ -147,7 +117,7 @@ struct Bench {
 }
 
 /// Measures everything.
-pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<Line>> {
+pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<Figure<GatewayVariant>>> {
     let mut benches = Vec::new();
     for (way, transport) in [
         (GatewayVariant::Plain, Variant::Plain),
@@ -174,8 +144,8 @@ pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<L
             }
             runs.rotate_left(1);
         }
-        let line = Line { name: case.name(), unit: "million a second and core", values };
-        let to = |way| line.ratio(way).unwrap_or_default();
+        let line = Figure::new(&case.name(), "million a second and core", values);
+        let to = |way| line.ratio(GatewayVariant::Xdp, way).map_or(0.0, |ratio| ratio.p50);
         let ratios = format!(
             "{:.2} of plain, {:.2} of tc, {:.2} of empty",
             to(GatewayVariant::Plain),
@@ -189,7 +159,7 @@ pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<L
 }
 
 /// Bulk transfers over TCP, out of the pod and into it.
-fn transfers(benches: &[Bench], rounds: usize) -> Result<Vec<Line>> {
+fn transfers(benches: &[Bench], rounds: usize) -> Result<Vec<Figure<GatewayVariant>>> {
     let mut lines = Vec::new();
     for (direction, name) in [(Direction::Upload, "TCP out of the pod"), (Direction::Download, "TCP into the pod")] {
         let step = Step::start(name);
@@ -204,7 +174,7 @@ fn transfers(benches: &[Bench], rounds: usize) -> Result<Vec<Line>> {
             }
         }
         step.end("✓", "");
-        lines.push(Line { name: format!("{name}, direct, IPv4, veth"), unit: "Gbit/s", values });
+        lines.push(Figure::new(&format!("{name}, direct, IPv4, veth"), "Gbit/s", values));
     }
     Ok(lines)
 }

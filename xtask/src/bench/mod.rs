@@ -28,9 +28,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use lab::Family;
 use lab::traffic::on_cpu;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use self::figures::{Figure, family_name};
+use self::figures::{Column, Figure, family_name, median};
 use self::load::{Load, Windows};
 use self::report::Findings;
 use self::variant::{BenchLab, CPU, Variant};
@@ -50,7 +50,7 @@ pub struct Args {
     #[arg(long)]
     rounds: Option<usize>,
     /// Only these loads, to compare before and after a change. Nothing is written to docs/
-    #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["programs", "curves", "scale"])]
+    #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["programs", "curves", "churn", "scale"])]
     loads: Vec<Load>,
     /// Only these variants, with --loads: to profile one
     #[arg(long, value_enum, value_delimiter = ',', requires = "loads")]
@@ -89,28 +89,8 @@ impl Args {
 /// How long a gateway's path is measured at once.
 const GATEWAY_WINDOW: Duration = Duration::from_millis(200);
 
-fn print_gateway(args: &Args, lines: &[gateway::Line]) -> Result<()> {
-    if args.json {
-        let list: Vec<_> = lines.iter().map(gateway::Line::json).collect();
-        println!("{}", serde_json::to_string_pretty(&json!({ "figures": list }))?);
-    } else {
-        print!("{}", gateway::table(lines));
-    }
-    Ok(())
-}
-
 /// How many gateways die of each kind.
 const DEATHS: usize = 10;
-
-fn print_failover(args: &Args, lines: &[failover::Line]) -> Result<()> {
-    if args.json {
-        let list: Vec<_> = lines.iter().map(failover::Line::json).collect();
-        println!("{}", serde_json::to_string_pretty(&json!({ "failover": list }))?);
-    } else {
-        print!("{}", failover::table(lines));
-    }
-    Ok(())
-}
 
 /// Measures, and shows and writes the results.
 pub fn run(args: &Args) -> Result<()> {
@@ -129,11 +109,12 @@ pub fn run(args: &Args) -> Result<()> {
     }
     if args.failover {
         let lines = failover::measure(&binaries, args.rounds.unwrap_or(if args.quick { 1 } else { DEATHS }))?;
-        return print_failover(args, &lines);
+        return print(args, &json!({ "failover": failover::json(&lines) }), &failover::table(&lines));
     }
     if args.gateway {
         let rounds = args.rounds.unwrap_or(if args.quick { 3 } else { 9 }).max(1);
-        return print_gateway(args, &gateway::measure(&binaries, rounds, GATEWAY_WINDOW)?);
+        let lines = gateway::measure(&binaries, rounds, GATEWAY_WINDOW)?;
+        return print(args, &json!({ "figures": gateway::json(&lines) }), &gateway::table(&lines));
     }
     if args.churn {
         let figures = churn::measure(&binaries, Duration::from_secs(60 * args.minutes))?;
@@ -149,7 +130,7 @@ pub fn run(args: &Args) -> Result<()> {
         let places = open_all(&binaries, variants)?;
         let rounds = rounds::run(&places, &args.loads, count, &windows)?;
         drop(places);
-        let figures = figures::absolute(&rounds);
+        let figures = rounds.figures().cloned().collect();
         return print_figures(args, &Findings { rounds, figures, failover: Vec::new() });
     }
     let began = Instant::now();
@@ -158,7 +139,7 @@ pub fn run(args: &Args) -> Result<()> {
     let rounds = rounds::run(&places, &Load::ALL, count, &windows)?;
     let flows = of_flows(&places)?;
     drop(places);
-    let figures = figures::absolute(&rounds).into_iter().chain(programs).chain(flows).collect();
+    let figures = rounds.figures().cloned().chain(programs).chain(flows).collect();
     let failover = failover::measure(&binaries, if args.quick { 1 } else { DEATHS })?;
     show(args, &Findings { rounds, figures, failover })?;
     curves(args, &binaries)?;
@@ -183,15 +164,18 @@ fn docs(args: &Args) -> Result<PathBuf> {
 }
 
 fn print_figures(args: &Args, findings: &Findings) -> Result<()> {
+    let (columns, failover) = (findings.columns(), &findings.failover);
+    let figures: Value = findings.figures.iter().map(|figure| figure.json(&columns, median)).collect();
+    let deaths = if failover.is_empty() { String::new() } else { failover::table(failover) };
+    let json = json!({ "figures": figures, "failover": failover::json(failover) });
+    print(args, &json, &(report::terminal(findings) + &deaths))
+}
+
+fn print(args: &Args, json: &Value, text: &str) -> Result<()> {
     if args.json {
-        let list: Vec<_> = findings.figures.iter().map(Figure::json).collect();
-        let failover: Vec<_> = findings.failover.iter().map(failover::Line::json).collect();
-        println!("{}", serde_json::to_string_pretty(&json!({ "figures": list, "failover": failover }))?);
+        println!("{}", serde_json::to_string_pretty(json)?);
     } else {
-        print!("{}", report::terminal(findings));
-        if !findings.failover.is_empty() {
-            print!("{}", failover::table(&findings.failover));
-        }
+        print!("{text}");
     }
     Ok(())
 }
@@ -261,8 +245,8 @@ fn of_flows(places: &[BenchLab]) -> Result<Vec<Figure>> {
             bytes.extend(flows::memory(place, family)?.map(|bytes| (place.variant, bytes)));
         }
         let family = family_name(family);
-        all.push(Figure::single(format!("CPU time to set up a flow, {family}"), "µs", times));
-        all.push(Figure::single(format!("memory of a flow, {family}"), "bytes", bytes));
+        all.push(Figure::single(&format!("CPU time to set up a flow, {family}"), "µs", times));
+        all.push(Figure::single(&format!("memory of a flow, {family}"), "bytes", bytes));
     }
     step.end("✓", "");
     Ok(all)

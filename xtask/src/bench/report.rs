@@ -6,11 +6,10 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
-use lab::Family;
 
-use super::figures::{self, BEYOND_EMPTY, Figure, WITHOUT_HEADER, rounded};
+use super::figures::{self, BEYOND_EMPTY, Column, Figure, WITHOUT_HEADER, number, range};
 use super::load::Metric;
-use super::rounds::{Rounds, Spread};
+use super::rounds::Rounds;
 use super::scaling::{Point, Series};
 use super::targets::Reached;
 use super::variant::Variant;
@@ -26,10 +25,16 @@ pub struct Findings {
     pub rounds: Rounds,
     pub figures: Vec<Figure>,
     /// What the death of a gateway does.
-    pub failover: Vec<failover::Line>,
+    pub failover: Vec<Figure<failover::System>>,
 }
 
 impl Findings {
+    /// The variants that tables have, and what was measured because it was named.
+    pub fn columns(&self) -> Vec<Variant> {
+        let measured = |variant: &Variant| self.figures.iter().any(|figure| figure.values.contains_key(variant));
+        Variant::EVERY.into_iter().filter(|one| Variant::ALL.contains(one) || measured(one)).collect()
+    }
+
     /// What this run says about the targets.
     pub fn targets(&self) -> Vec<Reached> {
         targets::judge(&self.rounds, &self.figures)
@@ -44,11 +49,12 @@ impl Findings {
         let _ = writeln!(page, "{}\n", machine());
         let _ = writeln!(page, "Medians of {} interleaved rounds, with their range.\n", self.rounds.count());
         page += "![rates relative to plain routing](bench.svg)\n\n";
-        page += &table(&self.figures);
-        page += "\n## Round by round, relative to plain routing\n\n";
-        page += &table(&figures::relative(&self.rounds, Variant::Plain));
-        page += "\n## Round by round, relative to the stock kernel\n\n";
-        page += &table(&figures::relative(&self.rounds, Variant::Stock));
+        page += &variants(&self.figures);
+        for (to, what) in [(Variant::Plain, "plain routing"), (Variant::Stock, "the stock kernel")] {
+            let relative = |figure: &Figure| figure.relative(to, &format!("of {what}"));
+            let _ = writeln!(page, "\n## Round by round, relative to {what}\n");
+            page += &variants(&self.rounds.figures().map(relative).collect::<Vec<_>>());
+        }
         page += "\n## The death of a gateway: medians, and the worst\n\n";
         page += &failover::table(&self.failover);
         page += "\n## Targets\n\n| | target | measured |\n| --- | --- | --- |\n";
@@ -64,11 +70,9 @@ impl Findings {
     fn summary(&self) -> String {
         let shown = [Metric::UdpSmall, Metric::Cpu, Metric::Connections, Metric::TcpOut, Metric::TripP50];
         let names: Vec<&str> = shown.iter().map(|metric| metric.title().0).collect();
-        let short: Vec<Figure> = figures::absolute(&self.rounds)
-            .into_iter()
-            .filter(|figure| names.iter().any(|name| figure.name.strip_prefix(name) == Some(", IPv4")))
-            .collect();
-        format!("![rates relative to plain routing](docs/bench.svg)\n\n{}", table(&short))
+        let is_shown = |figure: &&Figure| names.iter().any(|name| figure.name.strip_prefix(name) == Some(", IPv4"));
+        let short: Vec<Figure> = self.rounds.figures().filter(is_shown).cloned().collect();
+        format!("![rates relative to plain routing](docs/bench.svg)\n\n{}", variants(&short))
     }
 
     /// Writes the pages: the whole into `docs` and the summary into `readme`.
@@ -80,6 +84,10 @@ impl Findings {
         fs::write(readme, replaced(&text, &self.summary())?)
             .with_context(|| format!("cannot write {}", readme.display()))
     }
+}
+
+fn variants(figures: &[Figure]) -> String {
+    figures::table(figures, &Variant::ALL, range)
 }
 
 fn write_page(docs: &Path, name: &str, text: &str) -> Result<()> {
@@ -99,7 +107,7 @@ pub fn write_curves(docs: &Path, variant: Variant, points: &[Point]) -> Result<(
          ![scaling](scaling.svg)\n\n{}",
         machine(),
         variant.name(),
-        scaling(points)
+        figures::table(&points.iter().map(|point| point.relative.clone()).collect::<Vec<_>>(), &Series::ALL, range)
     );
     write_page(docs, "scaling.md", &page)?;
     write_page(docs, "scaling.svg", &chart::curves(points))
@@ -114,56 +122,6 @@ fn replaced(text: &str, by: &str) -> Result<String> {
         bail!("the marks in README.md stand in the wrong order");
     }
     Ok(format!("{before}{BEGIN}\n{by}{END}{after}"))
-}
-
-/// A Markdown table of figures.
-pub fn table(figures: &[Figure]) -> String {
-    let titles: Vec<&str> = Variant::ALL.iter().map(|variant| variant.title()).collect();
-    let mut text = format!("| | | {} |\n| --- | --- |{}\n", titles.join(" | "), " --: |".repeat(titles.len()));
-    for figure in figures.iter().filter(|figure| !figure.values.is_empty()) {
-        let cells: Vec<String> =
-            Variant::ALL.iter().map(|variant| figure.values.get(variant).map_or("–".to_owned(), cell)).collect();
-        let _ = writeln!(text, "| {} | {} | {} |", figure.name, figure.unit, cells.join(" | "));
-    }
-    text
-}
-
-fn cell(spread: &Spread) -> String {
-    if spread.min == spread.max {
-        return number(spread.median);
-    }
-    format!("{} ({}–{})", number(spread.median), number(spread.min), number(spread.max))
-}
-
-/// Three significant digits, with thousands separated.
-pub fn number(value: f64) -> String {
-    let value = rounded(value);
-    match value.abs() {
-        0.0..0.995 => format!("{value:.2}"),
-        0.995..9.95 => format!("{value:.2}"),
-        9.95..99.5 => format!("{value:.1}"),
-        _ => {
-            let digits = format!("{value:.0}");
-            let head = digits.len() % 3;
-            let (first, rest) = digits.split_at(head);
-            let groups = rest.as_bytes().chunks(3).map(|chunk| String::from_utf8_lossy(chunk).into_owned());
-            let first = (!first.is_empty()).then(|| first.to_owned());
-            first.into_iter().chain(groups).collect::<Vec<_>>().join(",")
-        }
-    }
-}
-
-fn scaling(points: &[Point]) -> String {
-    let all = Series::ALL;
-    let titles: Vec<&str> = all.iter().map(|series| series.title()).collect();
-    let mut text = format!("| | | {} |\n| --- | --: |{}\n", titles.join(" | "), " --: |".repeat(all.len()));
-    for point in points {
-        let value = |series| point.relative.iter().find(|(one, _)| *one == series).map(|(_, spread)| cell(spread));
-        let cells: Vec<String> = all.iter().map(|series| value(*series).unwrap_or("–".to_owned())).collect();
-        let _ =
-            writeln!(text, "| {} | {} | {} |", point.axis.title(), chart::thousands(point.count), cells.join(" | "));
-    }
-    text
 }
 
 /// The machine, in one line.
@@ -186,46 +144,25 @@ pub fn machine() -> String {
 
 /// A few lines for a terminal.
 pub fn terminal(findings: &Findings) -> String {
-    let mut text = String::new();
-    let logged = |variant: &Variant| findings.figures.iter().any(|figure| figure.values.contains_key(variant));
-    let variants: Vec<Variant> = Variant::EVERY.into_iter().filter(|v| Variant::ALL.contains(v) || logged(v)).collect();
-    let of_rounds = Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| (metric, family)));
-    let measured = |key| variants.iter().any(|variant| findings.rounds.spread(key, *variant).is_some());
-    for key in of_rounds.filter(|key| measured(*key)) {
-        let ((name, unit), family) = (key.0.title(), figures::family_name(key.1));
-        let mut line = |name: String, value: &dyn Fn(Variant) -> Option<Spread>| {
-            let _ = write!(text, "{name:<58}");
-            for &variant in &variants {
-                let _ = write!(text, "{:>10}", value(variant).map_or("–".to_owned(), |spread| number(spread.median)));
-            }
-            text.push('\n');
-        };
-        line(format!("{name}, {family} ({unit})"), &|variant| findings.rounds.spread(key, variant));
-        line("    of plain routing".to_owned(), &|variant| findings.rounds.ratio(key, variant, Variant::Plain));
-        if variants.contains(&Variant::Logged) {
-            line("    of direct".to_owned(), &|variant| findings.rounds.ratio(key, variant, Variant::Direct));
+    let columns = findings.columns();
+    let line = |name: &str, figure: &Figure| {
+        let cell = |variant: &Variant| figure.spread(*variant).map_or("–".to_owned(), |spread| number(spread.p50));
+        format!("{name:<58}{}\n", columns.iter().map(|column| format!("{:>10}", cell(column))).collect::<String>())
+    };
+    let head: String = columns.iter().map(|variant| format!("{:>10}", variant.name())).collect();
+    let mut text = format!("{:<58}{head}\n", "");
+    for figure in findings.figures.iter().filter(|figure| !figure.values.is_empty()) {
+        let name = figure.name.replace(BEYOND_EMPTY, "").replace(WITHOUT_HEADER, ", no header");
+        text += &line(&format!("{name} ({})", figure.unit), figure);
+        if !Metric::ALL.iter().any(|metric| figure.name.starts_with(metric.title().0)) {
+            continue;
+        }
+        text += &line("    of plain routing", &figure.relative(Variant::Plain, ""));
+        if columns.contains(&Variant::Logged) {
+            text += &line("    of direct", &figure.relative(Variant::Direct, ""));
         }
     }
-    for figure in
-        findings.figures.iter().filter(|figure| !Metric::ALL.iter().any(|m| figure.name.starts_with(m.title().0)))
-    {
-        let _ = write!(
-            text,
-            "{:<58}",
-            format!(
-                "{} ({})",
-                figure.name.replace(BEYOND_EMPTY, "").replace(WITHOUT_HEADER, ", no header"),
-                figure.unit
-            )
-        );
-        for variant in &variants {
-            let value = figure.values.get(variant);
-            let _ = write!(text, "{:>10}", value.map_or("–".to_owned(), |spread| number(spread.median)));
-        }
-        text.push('\n');
-    }
-    let head: String = variants.iter().map(|variant| format!("{:>10}", variant.name())).collect();
-    format!("{:<58}{head}\n{text}", "")
+    text
 }
 
 #[cfg(test)]
@@ -238,13 +175,5 @@ mod tests {
         assert_eq!(replaced(&page, "new\n").unwrap(), format!("a\n{BEGIN}\nnew\n{END}\nb\n"));
         assert!(replaced("no marks", "new").is_err());
         assert!(replaced(&format!("{END} {BEGIN}"), "new").is_err());
-    }
-
-    #[test]
-    fn numbers_are_short_and_readable() {
-        assert_eq!(
-            [0.054, 0.999, 4.711, 23.456, 486.4, 37_512.0, 1_000_000.0].map(number),
-            ["0.05", "1.00", "4.71", "23.5", "486", "37,510", "1,000,000"]
-        );
     }
 }

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use lab::Family;
-use lab::stats::Percentiles;
 
+use super::figures::{Column, Figure, family_name};
 use super::load::{self, Load, Metric, Windows};
 use super::variant::{BenchLab, Variant};
 use crate::interrupt;
@@ -16,46 +16,34 @@ use crate::progress::Step;
 /// A figure: what, in which family.
 pub type Key = (Metric, Family);
 
-/// The values of each figure of each variant, one for each round.
-#[derive(Debug, Default)]
-pub struct Rounds {
-    values: BTreeMap<(Key, Variant), Vec<f64>>,
-}
+/// The figures of all loads in both families.
+pub struct Rounds(BTreeMap<Key, Figure>);
 
-/// The middle of several values, and their range.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Spread {
-    pub median: f64,
-    pub min: f64,
-    pub max: f64,
-}
-
-impl Spread {
-    /// `None` for no values.
-    pub fn of(values: &[f64]) -> Option<Spread> {
-        let (min, max) = (values.iter().copied().reduce(f64::min)?, values.iter().copied().reduce(f64::max)?);
-        let mut sorted = values.to_vec();
-        sorted.sort_by(f64::total_cmp);
-        let (low, high) = (sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2]);
-        Some(Spread { median: (low + high) / 2.0, min, max })
+impl Default for Rounds {
+    fn default() -> Self {
+        let figure = |metric: Metric, family| {
+            let (name, unit) = metric.title();
+            ((metric, family), Figure::new(&format!("{name}, {}", family_name(family)), unit, []))
+        };
+        let figures = Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| figure(metric, family)));
+        Self(figures.collect())
     }
 }
 
 impl Rounds {
-    /// The values of one variant.
-    pub fn spread(&self, key: Key, variant: Variant) -> Option<Spread> {
-        Spread::of(self.values.get(&(key, variant))?)
+    /// All figures, in the order of the tables.
+    pub fn figures(&self) -> impl Iterator<Item = &Figure> {
+        self.0.values()
     }
 
-    /// The values of one variant relative to another one's of the same round.
-    pub fn ratio(&self, key: Key, variant: Variant, to: Variant) -> Option<Spread> {
-        let (ours, theirs) = (self.values.get(&(key, variant))?, self.values.get(&(key, to))?);
-        Spread::of(&ours.iter().zip(theirs).map(|(a, b)| a / b).collect::<Vec<_>>())
+    /// One figure.
+    pub fn figure(&self, key: Key) -> &Figure {
+        &self.0[&key]
     }
 
     /// How many rounds there are.
     pub fn count(&self) -> usize {
-        self.values.values().map(Vec::len).max().unwrap_or(0)
+        self.figures().flat_map(|figure| figure.values.values()).map(Vec::len).max().unwrap_or(0)
     }
 }
 
@@ -72,7 +60,8 @@ pub fn run(places: &[BenchLab], loads: &[Load], count: usize, windows: &Windows)
                 let mut order: Vec<&BenchLab> = places.iter().collect();
                 order.rotate_left(round % places.len());
                 for ((metric, variant), values) in in_turns(order, load, family, windows)? {
-                    rounds.values.entry(((metric, family), variant)).or_default().push(mean(&values));
+                    let figure = rounds.0.get_mut(&(metric, family)).context("a figure")?;
+                    figure.values.entry(variant).or_default().push(mean(&values));
                 }
             }
         }
@@ -107,34 +96,4 @@ fn in_turns(
 
 fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
-}
-
-/// The median of what `measure` returns in several turns.
-pub fn median(turns: usize, mut measure: impl FnMut() -> Result<f64>) -> Result<f64> {
-    let values: Vec<f64> = (0..turns).map(|_| measure()).collect::<Result<_>>()?;
-    Ok(Percentiles::of(values).p50)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ratios_are_taken_round_by_round() {
-        let key = (Metric::UdpSmall, Family::V4);
-        let mut rounds = Rounds::default();
-        // The machine is twice as fast in the second round and four times as fast in the third.
-        rounds.values.insert((key, Variant::Plain), vec![100.0, 200.0, 400.0]);
-        rounds.values.insert((key, Variant::Device), vec![50.0, 90.0, 240.0]);
-        let ratio = rounds.ratio(key, Variant::Device, Variant::Plain).unwrap();
-        assert_eq!((ratio.median, ratio.min, ratio.max), (0.5, 0.45, 0.6));
-        assert_eq!(rounds.spread(key, Variant::Device).unwrap().median, 90.0);
-        assert_eq!(rounds.ratio(key, Variant::Direct, Variant::Plain), None);
-    }
-
-    #[test]
-    fn the_median_of_an_even_number_lies_between_the_middle_two() {
-        assert_eq!(Spread::of(&[4.0, 1.0, 3.0, 2.0]).unwrap().median, 2.5);
-        assert_eq!(Spread::of(&[]), None);
-    }
 }

@@ -10,8 +10,9 @@ use anyhow::{Context, Result, ensure};
 use lab::{Lab, StartOptions, wait_until};
 use serde::Deserialize;
 
+use super::figures::number;
 use super::large::{self, Measured, Size, memory};
-use super::report::{machine, number};
+use super::report::machine;
 use crate::progress::{self, Step};
 use crate::{build, interrupt, workspace};
 

@@ -1,14 +1,16 @@
 //! How packet rate and connection rate change when a cluster grows: flows, policies, CIDRs, gateways. Each point is a lab
 //! of its own, measured in turns with one that has one of everything.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Result, ensure};
 use lab::traffic::{Blaster, on_cpu};
 use lab::{Family, wait_until};
 
+use super::chart::thousands;
+use super::figures::{Column, Figure};
 use super::load::{self, Windows};
-use super::rounds::Spread;
 use super::routes::{TARGETS, targets};
 use super::variant::{BenchLab, CPU, EGRESS, Variant, patience, policy};
 use crate::interrupt;
@@ -66,13 +68,13 @@ impl Axis {
 pub enum Series {
     /// 64-byte UDP through all flows in turn.
     AllFlows,
+    /// Through all flows in turn, by plain routing through as many gateways: what the lab itself loses to the memory of
+    /// the generator and of that many namespaces.
+    PlainFlows,
     /// 64-byte UDP through one flow.
     OneFlow,
     /// New TCP connections.
     Connections,
-    /// Through all flows in turn, by plain routing through as many gateways: what the lab itself loses to the memory of
-    /// the generator and of that many namespaces.
-    PlainFlows,
     /// New TCP connections, by plain routing through as many gateways.
     PlainConnections,
 }
@@ -81,14 +83,15 @@ impl Series {
     /// All, in the order of the tables.
     pub const ALL: [Series; 5] =
         [Series::AllFlows, Series::PlainFlows, Series::OneFlow, Series::Connections, Series::PlainConnections];
+}
 
-    /// The name in tables and charts.
-    pub fn title(self) -> &'static str {
+impl Column for Series {
+    fn name(self) -> &'static str {
         match self {
             Series::AllFlows => "packets, all flows in turn",
+            Series::PlainFlows => "packets, plain routing",
             Series::OneFlow => "packets, one flow",
             Series::Connections => "new connections",
-            Series::PlainFlows => "packets, plain routing",
             Series::PlainConnections => "connections, plain routing",
         }
     }
@@ -100,7 +103,7 @@ pub struct Point {
     pub axis: Axis,
     pub count: u32,
     /// What was measured, relative to the lab with one of everything, round by round.
-    pub relative: Vec<(Series, Spread)>,
+    pub relative: Figure<Series>,
 }
 
 /// Measures all curves with one transport; `points` are those that were measured, even if it fails.
@@ -126,7 +129,9 @@ pub fn measure(
                 _ => others(&base, &place, binaries, axis, count, rounds, windows),
             };
             let point = base.lab.while_frozen(|| place.lab.while_frozen(|| on_cpu(CPU, measured)))?;
-            let shown = point.relative.iter().map(|(series, s)| format!("{} {:.2}", series.title(), s.median));
+            let shown = Series::ALL
+                .into_iter()
+                .filter_map(|series| Some(format!("{} {:.2}", series.title(), point.relative.spread(series)?.p50)));
             step.end("✓", &shown.collect::<Vec<_>>().join(", "));
             points.push(point);
         }
@@ -274,11 +279,11 @@ impl<'a> Pair<'a> {
 
 /// Ratios, round by round.
 #[derive(Default)]
-struct Rates(Vec<(Series, f64)>);
+struct Rates(BTreeMap<Series, Vec<f64>>);
 
 impl Rates {
     fn add(&mut self, series: Series, ours: f64, theirs: f64) {
-        self.0.push((series, ours / theirs.max(1.0)));
+        self.0.entry(series).or_default().push(ours / theirs.max(1.0));
     }
 
     fn connections(&mut self, series: Series, place: &BenchLab, base: &BenchLab, windows: &Windows) -> Result<()> {
@@ -289,10 +294,6 @@ impl Rates {
     }
 
     fn point(self, axis: Axis, count: u32) -> Point {
-        let spread = |series| {
-            let values: Vec<f64> = self.0.iter().filter(|(one, _)| *one == series).map(|(_, ratio)| *ratio).collect();
-            Some((series, Spread::of(&values)?))
-        };
-        Point { axis, count, relative: Series::ALL.into_iter().filter_map(spread).collect() }
+        Point { axis, count, relative: Figure::new(axis.title(), &thousands(count), self.0) }
     }
 }

@@ -2,7 +2,7 @@
 
 use lab::Family;
 
-use super::figures::{BEYOND_EMPTY, Figure, WITHOUT_HEADER, family_name};
+use super::figures::{BEYOND_EMPTY, Column, Figure, WITHOUT_HEADER, family_name};
 use super::load::Metric;
 use super::rounds::Rounds;
 use super::variant::Variant::{self, Device, Direct, Plain, Stock, Vxlan};
@@ -53,10 +53,10 @@ pub fn judge(rounds: &Rounds, figures: &[Figure]) -> Vec<Reached> {
     let mut all = Vec::new();
     for (metric, variant, to, bound) in RATIOS {
         for family in Family::BOTH {
-            let Some(ratio) = rounds.ratio((metric, family), variant, to) else { continue };
+            let Some(ratio) = rounds.figure((metric, family)).ratio(variant, to) else { continue };
             let (sign, limit, holds) = match bound {
-                AtLeast(limit) => ("≥", limit, ratio.median >= limit),
-                AtMost(limit) => ("≤", limit, ratio.median <= limit),
+                AtLeast(limit) => ("≥", limit, ratio.p50 >= limit),
+                AtMost(limit) => ("≤", limit, ratio.p50 <= limit),
             };
             let target = format!(
                 "{}, {}: {} {sign} {limit:.2} of {}",
@@ -65,7 +65,7 @@ pub fn judge(rounds: &Rounds, figures: &[Figure]) -> Vec<Reached> {
                 variant.name(),
                 to.title()
             );
-            let measured = format!("{:.2} ({:.2}–{:.2})", ratio.median, ratio.min, ratio.max);
+            let measured = format!("{:.2} ({:.2}–{:.2})", ratio.p50, ratio.min, ratio.max);
             all.push(Reached { target, measured, holds });
         }
     }
@@ -74,10 +74,10 @@ pub fn judge(rounds: &Rounds, figures: &[Figure]) -> Vec<Reached> {
         let Some((program, limit)) = PROGRAMS.iter().find(|(program, _)| name.starts_with(program)) else { continue };
         // The cost of a packet's first program counts in full; the bound of the others is without the tunnel's header.
         let bare = figures.iter().find(|other| other.name.strip_suffix(WITHOUT_HEADER) == Some(name));
-        let bare = bare.filter(|_| *program != "pod_egress").map(|bare| &bare.values);
-        for (variant, whole) in &figure.values {
-            let bare = bare.and_then(|values| values.get(variant));
-            let cost = bare.unwrap_or(whole).median;
+        let bare = bare.filter(|_| *program != "pod_egress");
+        for variant in figure.values.keys() {
+            let bare = bare.and_then(|bare| bare.spread(*variant));
+            let Some(cost) = bare.or(figure.spread(*variant)).map(|spread| spread.p50) else { continue };
             let what = if bare.is_some() { " without the tunnel's header" } else { "" };
             let target = format!("{name}, {}{what} ≤ {limit:.0} ns", variant.name());
             all.push(Reached { target, measured: format!("{cost:.0} ns"), holds: cost <= *limit });

@@ -11,6 +11,7 @@ use lab::traffic::{
 };
 use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_until};
 
+use super::figures::Column;
 use super::routes;
 use crate::interrupt;
 
@@ -65,32 +66,6 @@ impl Variant {
         [plain, stock, device, vxlan, direct, bypass, Variant::Logged]
     };
 
-    /// The key in the JSON output.
-    pub fn name(self) -> &'static str {
-        match self {
-            Variant::Plain => "plain",
-            Variant::Stock => "stock",
-            Variant::Device => "device",
-            Variant::Vxlan => "vxlan",
-            Variant::Direct => "direct",
-            Variant::Bypass => "bypass",
-            Variant::Logged => "logged",
-        }
-    }
-
-    /// The title of its column.
-    pub fn title(self) -> &'static str {
-        match self {
-            Variant::Plain => "plain routing",
-            Variant::Stock => "stock kernel",
-            Variant::Device => "Spillway, device",
-            Variant::Vxlan => "Spillway, vxlan",
-            Variant::Direct => "Spillway, direct",
-            Variant::Bypass => "Spillway, direct, firewall bypassed",
-            Variant::Logged => "Spillway, direct, flows logged",
-        }
-    }
-
     /// The agents' configuration for it; `None` if there are no agents.
     fn config(self) -> Option<&'static str> {
         match self {
@@ -106,6 +81,32 @@ impl Variant {
     /// Whether it is one of Spillway's.
     pub fn is_spillway(self) -> bool {
         self.config().is_some()
+    }
+}
+
+impl Column for Variant {
+    fn name(self) -> &'static str {
+        match self {
+            Variant::Plain => "plain",
+            Variant::Stock => "stock",
+            Variant::Device => "device",
+            Variant::Vxlan => "vxlan",
+            Variant::Direct => "direct",
+            Variant::Bypass => "bypass",
+            Variant::Logged => "logged",
+        }
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Variant::Plain => "plain routing",
+            Variant::Stock => "stock kernel",
+            Variant::Device => "Spillway, device",
+            Variant::Vxlan => "Spillway, vxlan",
+            Variant::Direct => "Spillway, direct",
+            Variant::Bypass => "Spillway, direct, firewall bypassed",
+            Variant::Logged => "Spillway, direct, flows logged",
+        }
     }
 }
 
