@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
+use crate::cluster::EgressIp;
 use crate::topology::{LabNode, Pod, address};
 
 /// A manifests directory.
@@ -49,6 +50,32 @@ impl Manifests {
     /// The text of what Spillway wrote about an object: `.spillway/<kind>/<name>.yaml`, or `None` if it has not yet.
     pub fn written(&self, kind: &str, name: &str) -> Option<String> {
         fs::read_to_string(self.dir.join(".spillway").join(kind).join(format!("{name}.yaml"))).ok()
+    }
+
+    /// The same as an object.
+    fn written_object(&self, kind: &str, name: &str) -> Result<Option<Value>> {
+        let parse = |text: String| serde_saphyr::from_str(&text).with_context(|| format!("{kind} {name}"));
+        self.written(kind, name).map(parse).transpose()
+    }
+
+    /// All egress IPs, sorted by address: IPv4 first.
+    pub fn egress_ips(&self) -> Result<Vec<EgressIp>> {
+        let names = self.written_names("EgressIP");
+        let objects = names.iter().filter_map(|name| self.written_object("EgressIP", name).transpose());
+        EgressIp::all(&objects.collect::<Result<Vec<_>>>()?)
+    }
+
+    /// Why a policy is not in force yet, in the controller's words; `None` when it is.
+    pub fn obstacle(&self, policy: &str) -> Result<Option<String>> {
+        let Some(object) = self.written_object("status/EgressGatewayPolicy", policy)? else {
+            return Ok(Some("the controller has not looked at it yet".to_owned()));
+        };
+        let conditions = object["status"]["conditions"].as_array();
+        Ok(match conditions.and_then(|all| all.iter().find(|one| one["type"] == "Ready")) {
+            Some(ready) if ready["status"] == "True" => None,
+            Some(ready) => Some(ready["message"].as_str().unwrap_or_default().to_owned()),
+            None => Some("it has no condition Ready yet".to_owned()),
+        })
     }
 
     /// Replaces what Spillway wrote about an object, as an attacker who controls a writer could.

@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 
 use super::figures::{self, Column, Figure, number, rounded};
 use super::variant::sources;
-use crate::demo::objects;
 use crate::interrupt;
 use crate::progress::Step;
 
@@ -172,7 +171,7 @@ fn spillway(lab: &mut Lab, binaries: &Path) -> Result<()> {
 /// The gateway that answers for the first egress IP.
 fn owner(lab: &Lab) -> Result<String> {
     let address = address::external(EGRESS[0]).v4;
-    let first = objects::egress_ips(lab.manifests())?.into_iter().find(|one| one.address == address);
+    let first = lab.manifests().egress_ips()?.into_iter().find(|one| one.address == address);
     first.and_then(|one| one.node).with_context(|| format!("{address} has no owner"))
 }
 

@@ -11,10 +11,10 @@ use lab::traffic::{ServerMode, TcpOptions, TcpServer};
 use lab::{Cni, Family, Lab, PodSpec, Server, StartOptions, wait_until};
 
 use super::claims::{Claim, Claims};
+use super::flows;
 use super::screen::Screen;
 use super::sightings::Sightings;
 use super::streams::Streams;
-use super::{flows, objects};
 use crate::workspace;
 
 /// Pods by name, node and label `app`. worker1 wires its pods as Calico does, worker2 behind a bridge as flannel does.
@@ -111,7 +111,7 @@ impl Show {
             self.lab.manifests().write(file, &example(file)?)?;
         }
         for (_, policy) in MANIFESTS {
-            let obstacle = || objects::obstacle(self.lab.manifests(), policy);
+            let obstacle = || self.lab.manifests().obstacle(policy);
             wait_until(&format!("policy {policy} is in force"), PATIENCE, obstacle, Option::is_none)?;
         }
         for (pod, _, app) in PODS {
@@ -155,7 +155,7 @@ impl Show {
 
     /// The addresses of all egress IPs.
     pub fn egress_addresses(&self) -> Result<Vec<IpAddr>> {
-        Ok(objects::egress_ips(self.lab.manifests())?.iter().map(|one| one.address).collect())
+        Ok(self.lab.manifests().egress_ips()?.iter().map(|one| one.address).collect())
     }
 
     /// Shows a claim and remembers it.

@@ -5,7 +5,6 @@ mod claims;
 mod cluster;
 mod flows;
 mod keep;
-pub mod objects;
 mod on_kubernetes;
 mod scenes;
 mod screen;

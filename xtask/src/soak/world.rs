@@ -196,6 +196,6 @@ pub fn addresses(hosts: &[u8]) -> Vec<IpAddr> {
 
 /// How often each egress IP has changed its owner: its object's epoch.
 pub fn epochs(lab: &Lab) -> BTreeMap<IpAddr, u64> {
-    let all = crate::demo::objects::egress_ips(lab.manifests()).unwrap_or_default();
+    let all = lab.manifests().egress_ips().unwrap_or_default();
     all.into_iter().map(|one| (one.address, one.epoch)).collect()
 }

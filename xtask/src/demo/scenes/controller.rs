@@ -9,7 +9,6 @@ use lab::wait_for;
 
 use super::super::cluster::{CONTROLLER, Show};
 use super::super::flows::counts;
-use super::super::objects;
 use super::super::sightings::Watch;
 use super::super::streams::{intact, longest_pause};
 use super::{PATIENCE, seconds};
@@ -86,7 +85,7 @@ pub fn show(show: &mut Show) -> Result<()> {
 
 /// How many times each egress IP has moved so far.
 fn epochs(show: &Show) -> Result<BTreeMap<IpAddr, u64>> {
-    Ok(objects::egress_ips(show.lab.manifests())?.into_iter().map(|one| (one.address, one.epoch)).collect())
+    Ok(show.lab.manifests().egress_ips()?.into_iter().map(|one| (one.address, one.epoch)).collect())
 }
 
 /// The line of a lease that names its holder.

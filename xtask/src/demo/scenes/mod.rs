@@ -38,8 +38,9 @@ pub fn seconds(time: Duration) -> String {
 
 /// The gateway of each egress IP of a policy now; `-` where there is none.
 fn carriers(show: &Show, policy: &str) -> Result<BTreeMap<IpAddr, String>> {
-    let ips = super::objects::of_policy(show.lab.manifests(), policy)?;
-    Ok(ips.into_iter().map(|one| (one.address, one.node.unwrap_or_else(|| "-".to_owned()))).collect())
+    let ips = show.lab.manifests().egress_ips()?.into_iter();
+    let ips = ips.filter(|one| one.policies.iter().any(|user| user == policy));
+    Ok(ips.map(|one| (one.address, one.node.unwrap_or_else(|| "-".to_owned()))).collect())
 }
 
 /// Waits until the gateways of a policy's egress IPs satisfy `good`, and returns them.
