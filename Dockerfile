@@ -1,9 +1,10 @@
-# The same image as `cargo xtask image`, for those who build with Docker or podman: two static programs and nothing else.
+# The same image as `cargo xtask image`, for those who build with Docker or podman: two static programs, what they
+# consist of (SBOM) and the licence.
 FROM docker.io/library/rust:1.95-bookworm AS build
 RUN rustup toolchain install nightly --component rust-src --profile minimal
 WORKDIR /src
 COPY . .
-RUN cargo xtask setup && cargo xtask image \
+RUN cargo xtask image \
  && mkdir /out && tar -C /out -xf target/image/spillway-*.tar \
  && mkdir /root-of-image && for blob in /out/blobs/sha256/*; do tar -C /root-of-image -xf "$blob" 2>/dev/null || true; done
 
