@@ -11,7 +11,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::toolchain::{self, BPF_LINKER_VERSION, LLVM_MAJOR, Rust};
+use crate::toolchain::{self, BPF_LINKER_VERSION, LLVM_MAJOR, Part, Rust};
 use crate::{progress, workspace};
 
 const BPFFS: &str = "/sys/fs/bpf";
@@ -69,89 +69,70 @@ pub struct Args {
     check: bool,
 }
 
-/// How much a command needs.
+/// What a command does, and needs programs for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
-    /// What compiles the workspace.
+    /// It compiles the workspace.
     Build,
-    /// Also what the lab's network namespaces and the end-to-end tests run.
+    /// It makes labs of network namespaces.
     Lab,
-    /// Also what the whole demo shows alerts with.
+    /// It also shows alerts.
     Demo,
-    /// Also that and the routers of the end-to-end tests.
+    /// It runs all end-to-end tests in the labs.
     Tests,
-    /// Also a browser.
+    /// It opens a page in a browser.
     Page,
-    /// Also what the benchmark compares the death of a gateway with.
+    /// It compares the death of a gateway with the usual pair.
     Failover,
-    /// Also what guests with other kernels are made of.
+    /// It makes and runs guests with other kernels.
     Guests,
-    /// Also what a Kubernetes on this machine runs.
+    /// It runs a Kubernetes.
     Cluster,
 }
 
-/// A program, and the Debian package that has it.
-type Packaged = (&'static str, &'static str);
+/// What `cargo xtask setup` installs: whatever `demo` and `test` need, also on a Kubernetes and under other kernels.
+const USUAL: [Scope; 4] = [Scope::Demo, Scope::Tests, Scope::Guests, Scope::Cluster];
 
-impl Scope {
-    /// The lists of programs that it calls.
-    fn packages(self) -> Vec<&'static [Packaged]> {
-        match self {
-            Scope::Build => vec![],
-            Scope::Lab => vec![&PROGRAMS],
-            Scope::Demo => vec![&PROGRAMS, &ALERTING],
-            Scope::Tests => vec![&PROGRAMS, &ALERTING, &TESTED_WITH],
-            Scope::Page => vec![&PROGRAMS, &BROWSER],
-            Scope::Failover => vec![&PROGRAMS, &PAIR],
-            Scope::Guests => vec![&PROGRAMS, &GUEST_PROGRAMS],
-            Scope::Cluster => vec![&PROGRAMS, &NODE_PROGRAMS],
-        }
-    }
-}
+/// Programs, the Debian packages that have them, and who calls them besides; nobody in particular: every lab.
+const PROGRAMS: [(&str, &str, &[Scope]); 25] = [
+    ("ip", "iproute2", &[]),
+    ("nft", "nftables", &[]),
+    ("bpftool", "bpftool", &[]),
+    ("nsenter", "util-linux", &[]),
+    ("prometheus", "prometheus", &[Scope::Demo, Scope::Tests]),
+    ("curl", "curl", &[Scope::Demo, Scope::Tests, Scope::Page]),
+    ("vtysh", "frr", &[Scope::Tests]),
+    ("bird", "bird2", &[Scope::Tests]),
+    ("nfcapd", "nfdump", &[Scope::Tests]),
+    ("chromium", "chromium", &[Scope::Page]),
+    ("chromedriver", "chromium-driver", &[Scope::Page]),
+    ("keepalived", "keepalived", &[Scope::Failover]),
+    ("conntrackd", "conntrackd", &[Scope::Failover]),
+    ("qemu-system-x86_64", "qemu-system-x86", &[Scope::Guests]),
+    ("busybox", "busybox-static", &[Scope::Guests]),
+    ("modprobe", "kmod", &[Scope::Guests]),
+    ("ipvsadm", "ipvsadm", &[Scope::Guests]),
+    ("lz4", "lz4", &[Scope::Guests]),
+    ("xz", "xz-utils", &[Scope::Guests]),
+    ("zstd", "zstd", &[Scope::Guests]),
+    ("strip", "binutils", &[Scope::Guests]),
+    ("sysctl", "procps", &[Scope::Guests]),
+    ("runc", "runc", &[Scope::Cluster]),
+    ("iptables", "iptables", &[Scope::Cluster]),
+    ("openssl", "openssl", &[Scope::Cluster]),
+];
 
 /// Something that the machine lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gap {
-    RustSources,
-    BpfLinker,
+    Part(Part),
     Program { name: &'static str, package: &'static str },
     BpfFs,
 }
 
-/// The programs that the lab, the tests and the README call.
-const PROGRAMS: [Packaged; 4] =
-    [("ip", "iproute2"), ("nft", "nftables"), ("bpftool", "bpftool"), ("nsenter", "util-linux")];
-
-/// What only tests run: BGP speakers, and a collector of IPFIX.
-const TESTED_WITH: [Packaged; 3] = [("vtysh", "frr"), ("bird", "bird2"), ("nfcapd", "nfdump")];
-
-/// Prometheus, which fires alerts, and the client that queries it.
-const ALERTING: [Packaged; 2] = [("prometheus", "prometheus"), ("curl", "curl")];
-
-/// A browser, and what drives it.
-const BROWSER: [Packaged; 3] = [("chromium", "chromium"), ("chromedriver", "chromium-driver"), ("curl", "curl")];
-
-/// The usual pair of gateways.
-const PAIR: [Packaged; 2] = [("keepalived", "keepalived"), ("conntrackd", "conntrackd")];
-
-/// What fetches other kernels, makes guests' file systems and runs them.
-const GUEST_PROGRAMS: [Packaged; 9] = [
-    ("qemu-system-x86_64", "qemu-system-x86"),
-    ("busybox", "busybox-static"),
-    ("modprobe", "kmod"),
-    ("ipvsadm", "ipvsadm"),
-    ("lz4", "lz4"),
-    ("xz", "xz-utils"),
-    ("zstd", "zstd"),
-    ("strip", "binutils"),
-    ("sysctl", "procps"),
-];
-/// What nodes of a Kubernetes run besides what is built for them.
-const NODE_PROGRAMS: [Packaged; 3] = [("runc", "runc"), ("iptables", "iptables"), ("openssl", "openssl")];
-
 /// `cargo xtask setup`.
 pub fn run(args: &Args) -> Result<()> {
-    let gaps = survey(Scope::Lab);
+    let gaps = survey(&USUAL);
     if gaps.is_empty() {
         println!("Nothing to do: this machine has all that `cargo xtask demo` and `cargo xtask test` need.");
         return Ok(());
@@ -160,36 +141,35 @@ pub fn run(args: &Args) -> Result<()> {
         let list: Vec<String> = gaps.iter().map(|gap| format!("\n- {gap}")).collect();
         bail!("missing:{}", list.concat());
     }
-    install(Scope::Lab)
+    install(&USUAL)
 }
 
 /// Installs what `scope` lacks; says nothing when nothing is missing.
 pub fn ensure(scope: Scope) -> Result<()> {
-    if survey(scope).is_empty() { Ok(()) } else { install(scope) }
+    if survey(&[scope]).is_empty() { Ok(()) } else { install(&[scope]) }
 }
 
-fn survey(scope: Scope) -> Vec<Gap> {
+fn survey(scopes: &[Scope]) -> Vec<Gap> {
     let mut gaps = Vec::new();
     let mut missing = |is_missing: bool, gap: Gap| gaps.extend(is_missing.then_some(gap));
-    missing(Rust::find().is_none(), Gap::RustSources);
-    missing(toolchain::find_linker().is_none(), Gap::BpfLinker);
-    for (name, package) in scope.packages().into_iter().flatten() {
-        missing(find_program(name).is_none(), Gap::Program { name, package });
-    }
-    if scope != Scope::Build {
+    missing(Rust::find().is_none(), Gap::Part(Part::Rust));
+    missing(toolchain::find_linker().is_none(), Gap::Part(Part::Linker));
+    if scopes != [Scope::Build] {
+        let of_labs = PROGRAMS.iter().filter(|(.., by)| by.is_empty() || by.iter().any(|one| scopes.contains(one)));
+        of_labs.for_each(|(name, package, _)| missing(find_program(name).is_none(), Gap::Program { name, package }));
         missing(!bpffs_is_mounted(), Gap::BpfFs);
     }
     gaps
 }
 
-fn install(scope: Scope) -> Result<()> {
+fn install(scopes: &[Scope]) -> Result<()> {
     // Two commands may be started at once; the second finds everything done.
     let cache = toolchain::cache_dir().context("HOME is not set: there is no place for the cache of tools")?;
     fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
     let lock = File::create(cache.join("setup.lock")).context("cannot create the set-up's lock")?;
     lock.lock().context("cannot take the set-up's lock")?;
 
-    let gaps = survey(scope);
+    let gaps = survey(scopes);
     if !gaps.is_empty() && !can_install(&gaps) {
         let steps: Vec<String> = gaps.iter().map(|gap| format!("\n- {gap}: {}", gap.by_hand())).collect();
         bail!(
@@ -203,14 +183,14 @@ fn install(scope: Scope) -> Result<()> {
         install_packages(&packages)?;
     }
     // The packages may have been all that was missing: a linker from the cache that lacked its LLVM library, say.
-    for gap in survey(scope) {
+    for gap in survey(scopes) {
         match gap {
-            Gap::BpfLinker => install_linker()?,
+            Gap::Part(Part::Linker) => install_linker()?,
             Gap::BpfFs => mount_bpffs()?,
-            Gap::RustSources | Gap::Program { .. } => {}
+            Gap::Part(Part::Rust) | Gap::Program { .. } => {}
         }
     }
-    let left: Vec<String> = survey(scope).iter().map(|gap| format!("\n- {gap}: {}", gap.by_hand())).collect();
+    let left: Vec<String> = survey(scopes).iter().map(|gap| format!("\n- {gap}: {}", gap.by_hand())).collect();
     if !left.is_empty() {
         bail!("still missing after set-up:{}", left.concat());
     }
@@ -220,8 +200,8 @@ fn install(scope: Scope) -> Result<()> {
 impl Gap {
     fn packages(&self) -> &[&str] {
         match self {
-            Self::RustSources => &["rustc-web", "cargo-web", "rust-web-src", "rust-web-clippy"],
-            Self::BpfLinker => &["llvm-22-dev", "libpolly-22-dev", "zlib1g-dev", "libzstd-dev"],
+            Self::Part(Part::Rust) => &["rustc-web", "cargo-web", "rust-web-src", "rust-web-clippy"],
+            Self::Part(Part::Linker) => &["llvm-22-dev", "libpolly-22-dev", "zlib1g-dev", "libzstd-dev"],
             Self::Program { package, .. } => std::slice::from_ref(package),
             Self::BpfFs => &[],
         }
@@ -229,15 +209,9 @@ impl Gap {
 
     fn by_hand(&self) -> String {
         match self {
-            Self::RustSources => {
-                format!("rustup component add rust-src (on Debian: apt-get install {})", self.packages().join(" "))
+            Self::Part(part) => {
+                format!("{} (packages of Debian: {})", part.remedy(), self.packages().join(" "))
             }
-            Self::BpfLinker => format!(
-                "install LLVM {LLVM_MAJOR} with its development files (on Debian: {}), then LLVM_PREFIX=$(llvm-config-{LLVM_MAJOR} \
-                 --prefix) cargo install bpf-linker --version {BPF_LINKER_VERSION} --no-default-features --features \
-                 llvm-{LLVM_MAJOR}",
-                self.packages().join(" ")
-            ),
             Self::Program { package, .. } => format!("install the package {package}"),
             Self::BpfFs => format!("as root: mount -t bpf bpf {BPFFS}"),
         }
@@ -247,8 +221,7 @@ impl Gap {
 impl fmt::Display for Gap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::RustSources => f.write_str("a Rust toolchain with the standard library's sources"),
-            Self::BpfLinker => write!(f, "bpf-linker {BPF_LINKER_VERSION}"),
+            Self::Part(part) => part.fmt(f),
             Self::Program { name, .. } => write!(f, "the program {name}"),
             Self::BpfFs => write!(f, "a BPF file system at {BPFFS}"),
         }
@@ -317,8 +290,8 @@ mod tests {
 
     #[test]
     fn every_missing_tool_names_a_remedy() {
-        let mut gaps = vec![Gap::RustSources, Gap::BpfLinker, Gap::BpfFs];
-        gaps.extend(PROGRAMS.into_iter().chain(GUEST_PROGRAMS).map(|(name, package)| Gap::Program { name, package }));
+        let mut gaps = vec![Gap::Part(Part::Rust), Gap::Part(Part::Linker), Gap::BpfFs];
+        gaps.extend(PROGRAMS.map(|(name, package, _)| Gap::Program { name, package }));
         for gap in gaps {
             assert!(!gap.to_string().is_empty());
             let remedy = gap.by_hand();
@@ -328,7 +301,7 @@ mod tests {
 
     #[test]
     fn the_linker_is_built_with_the_llvm_that_is_installed() {
-        assert!(Gap::BpfLinker.packages().contains(&format!("llvm-{LLVM_MAJOR}-dev").as_str()));
+        assert!(Gap::Part(Part::Linker).packages().contains(&format!("llvm-{LLVM_MAJOR}-dev").as_str()));
     }
 
     #[test]

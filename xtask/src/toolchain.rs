@@ -49,38 +49,52 @@ pub struct Rust {
     pub rustc: PathBuf,
 }
 
+/// A half of a toolchain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// cargo and rustc.
+    Rust,
+    /// bpf-linker.
+    Linker,
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Version(major, minor, _) = MIN_RUST;
+        match self {
+            Part::Rust => write!(f, "a Rust toolchain {major}.{minor} or newer with the standard library's sources"),
+            Part::Linker => {
+                write!(f, "bpf-linker {BPF_LINKER_VERSION} or newer, linked with LLVM {LLVM_MAJOR} or newer")
+            }
+        }
+    }
+}
+
+impl Part {
+    /// How to install it where set-up does not.
+    pub fn remedy(self) -> String {
+        match self {
+            Part::Rust => "rustup component add rust-src".to_owned(),
+            Part::Linker => format!(
+                "install LLVM {LLVM_MAJOR} with its development files, then LLVM_PREFIX=$(llvm-config-{LLVM_MAJOR} --prefix) \
+                 cargo install bpf-linker --version {BPF_LINKER_VERSION} --no-default-features --features llvm-{LLVM_MAJOR}"
+            ),
+        }
+    }
+}
+
 /// What is missing; its text says what to install.
 #[derive(Debug)]
-pub struct Missing {
-    rust: bool,
-    linker: bool,
-}
+pub struct Missing(Vec<Part>);
 
 impl std::error::Error for Missing {}
 
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Version(major, minor, _) = MIN_RUST;
         writeln!(f, "the eBPF programs cannot be built, because this is missing:")?;
-        if self.rust {
-            writeln!(f, "- a Rust toolchain {major}.{minor} or newer with the standard library's sources")?;
-        }
-        if self.linker {
-            writeln!(f, "- bpf-linker {BPF_LINKER_VERSION} or newer, linked with LLVM {LLVM_MAJOR} or newer")?;
-        }
+        self.0.iter().try_for_each(|part| writeln!(f, "- {part}"))?;
         writeln!(f, "On Debian 12, as root, install it with:\n    cargo xtask setup\nElsewhere:")?;
-        if self.rust {
-            writeln!(f, "    rustup component add rust-src")?;
-        }
-        if self.linker {
-            writeln!(
-                f,
-                "    (LLVM {LLVM_MAJOR} with its development files, then)\n    \
-                 LLVM_PREFIX=$(llvm-config-{LLVM_MAJOR} --prefix) cargo install bpf-linker --version \
-                 {BPF_LINKER_VERSION} --no-default-features --features llvm-{LLVM_MAJOR}"
-            )?;
-        }
-        Ok(())
+        self.0.iter().try_for_each(|part| writeln!(f, "    {}", part.remedy()))
     }
 }
 
@@ -89,7 +103,10 @@ impl Toolchain {
     pub fn find() -> Result<Self, Missing> {
         match (Rust::find(), find_linker()) {
             (Some(rust), Some(linker)) => Ok(Self { rust, linker }),
-            (rust, linker) => Err(Missing { rust: rust.is_none(), linker: linker.is_none() }),
+            (rust, linker) => {
+                let parts = [(rust.is_none(), Part::Rust), (linker.is_none(), Part::Linker)];
+                Err(Missing(parts.into_iter().filter_map(|(missing, part)| missing.then_some(part)).collect()))
+            }
         }
     }
 
@@ -239,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_missing_tool_is_named_with_its_remedy() {
-        let text = Missing { rust: true, linker: false }.to_string();
+        let text = Missing(vec![Part::Rust]).to_string();
         assert!(text.contains("cargo xtask setup") && text.contains("rustup component add rust-src"), "{text}");
         assert!(!text.contains("cargo install bpf-linker"), "{text}");
     }
