@@ -24,7 +24,7 @@ pub const LABS: &str = "/tmp/spillway-lab";
 const PREFIX: &str = "sw-";
 const BPF_FS_MAGIC: i64 = 0xcafe_4a11;
 
-/// Kills what runs in the namespaces of lab $LAB, and removes them, the pins and the folder.
+/// Kills what runs in the namespaces of lab or cluster $LAB, and removes them, the pins and $FOLDER.
 const REMOVE: &str = r#"
 for ns in /run/netns/"$LAB"-*; do
   [ -e "$ns" ] || continue
@@ -34,7 +34,7 @@ for ns in /run/netns/"$LAB"-*; do
   [ -e "$ns" ] || continue
   umount -l "$ns" 2>/dev/null; rm -f "$ns"
 done
-rm -rf "/sys/fs/bpf/$LAB" "/tmp/spillway-lab/$LAB"
+rm -rf "/sys/fs/bpf/$LAB" "$FOLDER"
 exit 0
 "#;
 
@@ -45,9 +45,10 @@ static COUNTER: AtomicU32 = AtomicU32::new(0);
 pub struct Scope {
     id: String,
     dir: PathBuf,
-    watchdog: Option<Child>,
     namespaces: Vec<String>,
     keep: bool,
+    /// Dismissed at last.
+    _watchdog: Watchdog,
 }
 
 impl Scope {
@@ -61,8 +62,8 @@ impl Scope {
         let id = format!("{PREFIX}{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
         let dir = Path::new(LABS).join(&id);
         fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-        let watchdog = Some(watchdog(&id)?);
-        Ok(Scope { id, dir, watchdog, namespaces: Vec::new(), keep: false })
+        let watchdog = Watchdog::start(&id, &dir)?;
+        Ok(Scope { id, dir, namespaces: Vec::new(), keep: false, _watchdog: watchdog })
     }
 
     /// The unique name: all namespaces start with it and a dash.
@@ -116,12 +117,33 @@ impl Drop for Scope {
                 fs::remove_dir_all(&self.dir).ok();
             }
         }
-        if let Some(mut watchdog) = self.watchdog.take() {
-            if let Some(mut stdin) = watchdog.stdin.take() {
-                stdin.write_all(b"done\n").ok();
-            }
-            watchdog.wait().ok();
+    }
+}
+
+/// Whatever ends our process, this ends what runs in the namespaces of a lab or a cluster, and removes them and its folder; unless it is
+/// dropped before.
+#[derive(Debug)]
+pub struct Watchdog(Child);
+
+impl Watchdog {
+    /// Begins to watch. The namespaces' names begin with `id` and a dash.
+    pub fn start(id: &str, folder: &Path) -> Result<Watchdog> {
+        let script = format!("trap '' INT TERM HUP\nread -r word\n[ \"$word\" = done ] && exit 0\n{REMOVE}");
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", &script]).env("LAB", id).env("FOLDER", folder);
+        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        // A Ctrl-C at the terminal must not reach it.
+        command.process_group(0);
+        command.spawn().map(Watchdog).with_context(|| format!("cannot start the watchdog of {id}"))
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        if let Some(mut stdin) = self.0.stdin.take() {
+            stdin.write_all(b"done\n").ok();
         }
+        self.0.wait().ok();
     }
 }
 
@@ -138,11 +160,6 @@ pub fn remove_kept() -> Result<Vec<String>> {
     Ok(removed)
 }
 
-/// Removes one lab with everything that runs in it: what the end of its process would do.
-pub fn remove(id: &str) -> Result<()> {
-    remove_lab(id)
-}
-
 fn failed_dir(id: &str) -> PathBuf {
     Path::new(LABS).join(format!("failed-{id}"))
 }
@@ -151,15 +168,6 @@ fn lock() -> Result<Flock<fs::File>> {
     let path = Path::new(LABS).join("lock");
     let file = fs::File::create(&path).with_context(|| format!("cannot open {}", path.display()))?;
     Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, error)| error).context("cannot lock the labs")
-}
-
-fn watchdog(id: &str) -> Result<Child> {
-    let script = format!("trap '' INT TERM HUP\nread -r word\n[ \"$word\" = done ] && exit 0\n{REMOVE}");
-    let mut command = Command::new("/bin/sh");
-    command.args(["-c", &script]).env("LAB", id).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-    // A Ctrl-C at the terminal must not reach it.
-    command.process_group(0);
-    command.spawn().context("cannot start the lab's watchdog")
 }
 
 /// The names of all labs that have a namespace, pins or a folder on this machine.
@@ -193,9 +201,9 @@ fn remove_stale() -> Result<()> {
 }
 
 fn remove_lab(id: &str) -> Result<()> {
-    crate::command::output(Command::new("/bin/sh").args(["-c", REMOVE]).env("LAB", id))
-        .map(drop)
-        .with_context(|| format!("cannot remove lab {id}"))
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", REMOVE]).env("LAB", id).env("FOLDER", Path::new(LABS).join(id));
+    crate::command::output(&mut command).map(drop).with_context(|| format!("cannot remove lab {id}"))
 }
 
 fn mount_bpffs() -> Result<()> {

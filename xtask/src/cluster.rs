@@ -11,11 +11,8 @@ use lab::oci::Image;
 use crate::progress::{self, Step};
 use crate::{build, image, setup, workspace};
 
-/// The name of the cluster for people, and of the one for tests, which a test that is killed leaves behind.
+/// The name of the cluster for people.
 const NAME: &str = "spill";
-const OF_TESTS: &str = "swtest";
-/// The name of the one that `cargo xtask bench --scale` fills.
-pub const OF_BENCH: &str = "large";
 const WORKERS: u8 = 3;
 const GATEWAYS: u8 = 3;
 
@@ -33,7 +30,7 @@ enum ClusterCommand {
         #[arg(long)]
         bare: bool,
     },
-    /// Stop it and remove everything that belongs to it
+    /// Stop it and remove everything that belongs to it, and what tests that were killed have left
     Down,
     /// Show whether it is up, and the state of its nodes and of Spillway
     Status,
@@ -44,9 +41,10 @@ pub fn run(args: &Args) -> Result<()> {
     match args.action {
         ClusterCommand::Up { bare } => up(bare),
         ClusterCommand::Down => {
-            the_cluster()?.down()?;
-            Cluster::new(OF_TESTS, &binaries()?, WORKERS, GATEWAYS).down()?;
-            Cluster::new(OF_BENCH, &binaries()?, 0, 0).down()?;
+            // Also those of tests that were killed.
+            for name in lab::cluster::names()? {
+                Cluster::new(&name, &binaries()?, WORKERS, GATEWAYS).down()?;
+            }
             println!("The cluster is gone.");
             Ok(())
         }

@@ -8,7 +8,6 @@ mod codegen;
 mod demo;
 mod guest;
 mod image;
-mod interrupt;
 mod process;
 mod progress;
 mod setup;
@@ -75,7 +74,6 @@ fn ended(result: anyhow::Result<bool>) -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            interrupt::wait_if_interrupted();
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }

@@ -73,6 +73,15 @@ pub struct Cluster {
     flannel: bool,
 }
 
+/// The names of all clusters that have been started and not been removed, by whatever process.
+pub fn names() -> Result<Vec<String>> {
+    let entries = match fs::read_dir(CLUSTERS) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.with_context(|| format!("cannot read {CLUSTERS}"))?,
+    };
+    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+}
+
 impl Cluster {
     /// The cluster of this name (letters and digits, at most six: interfaces and namespaces are named after it), whose
     /// programs [`Component::build`] has put into `binaries`.

@@ -14,7 +14,6 @@ use lab::scope::Scope;
 
 use super::large::{Running, is_gateway, memory};
 use super::variant::CALM;
-use crate::interrupt;
 
 /// The first address of the nodes (`egress-daemon/examples/fill.rs`), and the control plane's in their network.
 const NODES: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 0);
@@ -38,7 +37,6 @@ impl<'a> Agents<'a> {
     /// None yet. `program` is the daemon that all will run.
     pub fn new(cluster: &'a Cluster, program: &Path) -> Result<Self> {
         let mut scope = Scope::open()?;
-        interrupt::guard(scope.id());
         cluster.netns("cp")?.ip(&[format!("addr add {CONTROL_PLANE}/16 dev nodes")])?;
         let pods = scope.namespace("pods")?;
         fs::write(scope.dir().join(CONFIG), CALM).context("the agents' configuration")?;

@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 
 use super::figures::{self, Column, Figure, number, rounded};
 use super::variant::sources;
-use crate::interrupt;
 use crate::progress::Step;
 
 /// The host numbers of the egress IPs: Spillway's pool, whose first one the pair has.
@@ -103,7 +102,6 @@ pub fn measure(binaries: &Path, rounds: usize) -> Result<Vec<Figure<System>>> {
 
 fn death(system: System, binaries: &Path) -> Result<Death> {
     let mut lab = Lab::builder().workers(2).gateways(2).far_servers(0).masquerade(false).build()?;
-    interrupt::guard(lab.id());
     let pods = [("a", "worker1"), ("b", "worker2")];
     let pods = pods.map(|(name, node)| lab.add_pod(PodSpec::new(name, node).label("app", "bench")));
     let pods = pods.into_iter().map(|pod| Ok(pod?.ns)).collect::<Result<Vec<_>>>()?;

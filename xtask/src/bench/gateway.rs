@@ -23,7 +23,6 @@ use serde_json::Value;
 use super::figures::{self, Column, Figure, family_name, median, number};
 use super::programs::{self, Protocol};
 use super::variant::{BULK_PORT, BenchLab, CPU, Variant, patience};
-use crate::interrupt;
 use crate::progress::Step;
 
 /// What is compared.
@@ -140,7 +139,6 @@ pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<F
         for _ in 0..rounds {
             for (way, run) in &runs {
                 values.entry(*way).or_default().push(run.packets_per_second(window)? / 1e6);
-                interrupt::wait_if_interrupted();
             }
             runs.rotate_left(1);
         }

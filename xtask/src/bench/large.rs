@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use lab::cluster::{Cluster, Kubernetes};
 use lab::netns::NetNs;
+use lab::scope::Watchdog;
 use lab::{wait_for, wait_until};
 
 use super::agents::Agents;
@@ -66,6 +67,8 @@ pub struct Measured {
     pub changes: Vec<(&'static str, Counts)>,
 }
 
+/// The name of the cluster.
+const NAME: &str = "large";
 /// How long a controller may take for everything.
 const PATIENCE: Duration = Duration::from_secs(600);
 /// How long nothing is written when all is done: numbers of pods follow after 5 s, what a gateway has ceased to carry after 10 s, and agents
@@ -92,8 +95,8 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     cluster::build(Kubernetes::default())?;
     let kwok = cluster::build_kwok()?;
     let step = Step::start(&format!("an API server with {nodes} nodes, {pods} pods, {policies} policies"));
-    let large =
-        Large { cluster: Cluster::new(cluster::OF_BENCH, &cluster::binaries()?, 0, 0), binaries: binaries.to_owned() };
+    let cluster = Cluster::new(NAME, &cluster::binaries()?, 0, 0);
+    let large = Large { _watchdog: Watchdog::start(NAME, cluster.dir())?, cluster, binaries: binaries.to_owned() };
     large.cluster.up_alone()?;
     large.cluster.kubectl(&["apply", "-f", &workspace::root().join("manifests/crds").display().to_string()])?;
     let began = Instant::now();
@@ -172,6 +175,8 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
 struct Large {
     cluster: Cluster,
     binaries: PathBuf,
+    /// Removes it if the benchmark is interrupted: all of it runs in its namespaces.
+    _watchdog: Watchdog,
 }
 
 impl Drop for Large {

@@ -35,7 +35,7 @@ use self::load::{Load, Windows};
 use self::report::Findings;
 use self::variant::{BenchLab, CPU, Variant};
 use crate::progress::Step;
-use crate::{build, interrupt, setup, workspace};
+use crate::{build, setup, workspace};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -99,7 +99,6 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(obstacle) = lab::skip::obstacle() {
         bail!("the benchmark makes network namespaces and loads eBPF programs: {obstacle}");
     }
-    interrupt::watch()?;
     if args.scale {
         return scale::run();
     }

@@ -10,7 +10,6 @@ use lab::Family;
 use super::figures::{Column, Figure, family_name};
 use super::load::{self, Load, Metric, Windows};
 use super::variant::{BenchLab, Variant};
-use crate::interrupt;
 use crate::progress::Step;
 
 /// A figure: what, in which family.
@@ -87,7 +86,6 @@ fn in_turns(
             for (metric, value) in values {
                 found.entry((metric, place.variant)).or_default().push(value);
             }
-            interrupt::wait_if_interrupted();
         }
         order.reverse();
     }

@@ -14,7 +14,7 @@ use super::figures::number;
 use super::large::{self, Measured, Size, memory};
 use super::report::machine;
 use crate::progress::{self, Step};
-use crate::{build, interrupt, workspace};
+use crate::{build, workspace};
 
 /// Nodes, pods, policies, egress IPs. The first is what Spillway is built for; the others change one thing each.
 const SIZES: [[u32; 4]; 5] = [
@@ -110,7 +110,6 @@ fn plan(binaries: &Path, size: &[u32; 4]) -> Result<Planned> {
 fn agent(binaries: &Path) -> Result<MeasuredAgent> {
     let step = Step::start(&format!("an agent with {PODS} pods and {POLICIES} policies"));
     let mut lab = Lab::builder().workers(1).gateways(1).servers(0).far_servers(0).build()?;
-    interrupt::guard(lab.id());
     for n in 0..PODS {
         lab.manifests().write(&format!("pod-{n:03}"), &pod(n))?;
     }

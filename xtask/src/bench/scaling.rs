@@ -13,7 +13,6 @@ use super::figures::{Column, Figure};
 use super::load::{self, Windows};
 use super::routes::{TARGETS, targets};
 use super::variant::{BenchLab, CPU, EGRESS, Variant, patience, policy};
-use crate::interrupt;
 use crate::progress::Step;
 
 const FAMILY: Family = Family::V4;
@@ -224,7 +223,6 @@ fn flows(
         rates.add(Series::PlainFlows, blast(&mut all_plain, &plain)?, blast(&mut few_plain, &plain)?);
         rates.add(Series::OneFlow, blast(&mut single, place)?, blast(&mut single_base, base)?);
         rates.connections(Series::Connections, place, base, windows)?;
-        interrupt::wait_if_interrupted();
     }
     Ok(rates.point(Axis::Flows, count))
 }
@@ -250,7 +248,6 @@ fn others(
         for pair in &mut pairs {
             pair.measure(&mut rates, windows)?;
         }
-        interrupt::wait_if_interrupted();
     }
     Ok(rates.point(axis, count))
 }

@@ -13,7 +13,6 @@ use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, address, wait_
 
 use super::figures::Column;
 use super::routes;
-use crate::interrupt;
 
 /// The ports of the servers.
 pub const UDP_PORT: u16 = 9000;
@@ -133,7 +132,6 @@ impl BenchLab {
         let builder = Lab::builder().workers(1).gateways(gateways).far_servers(0).masquerade(masquerade);
         let builder = if cards { builder.cards() } else { builder };
         let mut lab = builder.build()?;
-        interrupt::guard(lab.id());
         let pod = lab.add_pod(PodSpec::new("client", "worker1").label("app", "bench"))?;
         let server = lab.server("server1").clone();
         routes::towards_targets(&lab, &server)?;

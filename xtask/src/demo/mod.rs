@@ -20,7 +20,7 @@ use anyhow::{Result, bail};
 use self::claims::Claims;
 use self::cluster::Show;
 use self::screen::Screen;
-use crate::{build, interrupt, setup};
+use crate::{build, setup};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -69,15 +69,12 @@ fn demo(args: &Args) -> Result<bool> {
         bail!("the demo makes network namespaces and loads eBPF programs: {obstacle}");
     }
     let binaries = build::binaries(false)?;
-    interrupt::watch()?;
     let started = Instant::now();
     let screen = Screen::new(args.json);
     screen.lines(&introduction());
     let mut show = Show::open(screen, &binaries)?;
-    interrupt::guard(show.lab.id());
 
     let played = play(&mut show, args.quick);
-    interrupt::wait_if_interrupted();
     if let Err(error) = played {
         let mut measured = format!("{error:#}");
         for obituary in show.obituaries() {

@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use self::churn::Churn;
 use self::judge::Judge;
 use self::world::SoakLab;
-use crate::{build, interrupt, setup};
+use crate::{build, setup};
 
 /// The time between two changes: long enough for most of them to take effect, short enough for them to overlap at times.
 const PAUSES: [Duration; 2] = [Duration::from_millis(200), Duration::from_millis(2_500)];
@@ -36,12 +36,10 @@ pub fn run(args: &Args) -> Result<bool> {
         bail!("the soak makes network namespaces and loads eBPF programs: {obstacle}");
     }
     let binaries = build::binaries(false)?;
-    interrupt::watch()?;
     let seed = args
         .seed
         .unwrap_or_else(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |time| time.as_nanos() as u64 | 1));
     let mut world = SoakLab::build(&binaries)?;
-    interrupt::guard(world.lab.id());
     let (mut judge, mut churn) = (Judge::new(&world), Churn::new(seed));
     world.start()?;
     let started = Instant::now();
