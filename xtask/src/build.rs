@@ -12,6 +12,7 @@ use crate::{progress, setup, workspace};
 /// Cargo's arguments that select both binaries, and nothing else.
 pub const BINARIES: [&str; 3] = ["--package", "egress-daemon", "--bins"];
 
+/// Build egress-daemon and egressctl, with the eBPF programs embedded
 #[derive(clap::Args)]
 pub struct Args {
     /// Optimize, as for an image

@@ -16,6 +16,7 @@ const NAME: &str = "spill";
 const WORKERS: u8 = 3;
 const GATEWAYS: u8 = 3;
 
+/// A real Kubernetes on this machine with Spillway in it: up, down, status
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]

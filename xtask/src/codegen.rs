@@ -228,10 +228,6 @@ fn files(folder: &Path) -> Result<BTreeSet<PathBuf>> {
 }
 
 #[cfg(test)]
-#[path = "chart_tests.rs"]
-mod chart_tests;
-
-#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -19,6 +19,7 @@ const PROGRAMS: [&str; 2] = ["egress-daemon", "egressctl"];
 /// The tag of the image that tests upgrade to.
 pub const NEXT: &str = "next";
 
+/// Build the container image as an OCI archive, and the list of its contents
 #[derive(clap::Args)]
 pub struct Args {
     /// Another tag than the version

@@ -62,6 +62,7 @@ impl CargoTool {
     }
 }
 
+/// Install what building and testing need on this machine, or say what to install
 #[derive(clap::Args)]
 pub struct Args {
     /// Install nothing; say what is missing and fail if anything is

@@ -6,6 +6,7 @@ use std::process::Command;
 use anyhow::{Result, bail};
 use serde::Deserialize;
 
+use super::plan::CHART;
 use crate::progress::{self, Step};
 use crate::{process, workspace};
 
@@ -14,7 +15,7 @@ use crate::{process, workspace};
 pub enum Kind {
     /// Functions and modules.
     Unit,
-    /// The real binaries in network namespaces: the `[[test]]` targets of the crate `lab`.
+    /// The real binaries in network namespaces: the `[[test]]` targets of the package `tests`.
     EndToEnd,
 }
 
@@ -73,7 +74,7 @@ struct Profile {
 }
 
 /// Builds the programs and all tests of them at once, so that nothing is compiled twice, and lists the test binaries, unit tests first. Of the
-/// examples, which the benchmarks use, only the one that the checks run is linked.
+/// examples, only the one that the checks run is linked, and the unit tests of those that have any.
 pub fn build() -> Result<Vec<Binary>> {
     let title = "build everything";
     let (step, log) = (Step::start(title), progress::log_file(title)?);
@@ -106,10 +107,11 @@ fn parse(line: &str) -> Option<Binary> {
     }
     let (target, folder) = (message.target?, message.manifest_path.parent()?.to_path_buf());
     let package = folder.file_name()?.to_str()?.to_owned();
-    let end_to_end = package == "tests" && target.kind.iter().any(|kind| kind == "test");
-    let kind = if end_to_end { Kind::EndToEnd } else { Kind::Unit };
     let is_lib = target.kind.iter().any(|kind| kind.ends_with("lib"));
+    let is_test = package == "tests" && target.kind.iter().any(|kind| kind == "test");
     let name = if is_lib { package } else { format!("{package}/{}", target.name) };
+    // The chart is rendered without a lab.
+    let kind = if is_test && name != CHART { Kind::EndToEnd } else { Kind::Unit };
     Some(Binary { kind, name, executable: message.executable?, folder })
 }
 
@@ -127,6 +129,8 @@ mod tests {
         };
         let found = |text: String| parse(&text).map(|binary| (binary.kind, binary.name));
         assert_eq!(found(line("tests", "test", "spread", true)), Some((Kind::EndToEnd, "tests/spread".to_owned())));
+        assert_eq!(found(line("tests", "test", "chart", true)), Some((Kind::Unit, CHART.to_owned())));
+        assert_eq!(found(line("tests", "example", "bench", true)), Some((Kind::Unit, "tests/bench".to_owned())));
         assert_eq!(found(line("tests", "lib", "lab", true)), Some((Kind::Unit, "tests".to_owned())));
         assert_eq!(found(line("xtask", "bin", "xtask", true)), Some((Kind::Unit, "xtask/xtask".to_owned())));
         assert_eq!(found(line("xtask", "bin", "xtask", false)), None);

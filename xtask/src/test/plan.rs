@@ -9,8 +9,8 @@ use super::binaries::{Binary, Kind};
 
 /// The tests on a Kubernetes.
 const CLUSTER: &str = "tests/cluster";
-/// Our own unit tests, some of which use Helm and kubectl as they are built for a cluster.
-const XTASK: &str = "xtask/xtask";
+/// The tests of the chart, some of which use Helm and kubectl as they are built for a cluster.
+pub const CHART: &str = "tests/chart";
 /// The end-to-end tests.
 const SPILLWAY: &str = "tests/spillway";
 /// How many end-to-end tests may begin at once: all, so that `lab::machine` decides which of them run.
@@ -94,7 +94,7 @@ impl<'a> Job<'a> {
 
     /// Whether it uses programs that are built for one.
     pub fn uses_cluster_programs(&self) -> bool {
-        self.is_on_cluster() || self.binary.name == XTASK
+        self.is_on_cluster() || self.binary.name == CHART
     }
 
     fn by((mode, tests): (TestMode, &[&'static str]), binary: &'a Binary) -> Self {

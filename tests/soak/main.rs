@@ -5,22 +5,26 @@ mod churn;
 mod judge;
 mod world;
 
+use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, bail};
+use clap::Parser;
 
 use self::churn::Churn;
 use self::judge::Judge;
 use self::world::SoakLab;
-use crate::{build, setup};
+use xtask::{build, ended, setup};
 
 /// The time between two changes: long enough for most of them to take effect, short enough for them to overlap at times.
 const PAUSES: [Duration; 2] = [Duration::from_millis(200), Duration::from_millis(2_500)];
 /// How often a line with the current state is printed.
 const REPORT: Duration = Duration::from_secs(60);
 
-#[derive(clap::Args)]
-pub struct Args {
+/// Run connections and changes of every kind for as long as you like, and judge what a server sees
+#[derive(Parser)]
+#[command(name = "cargo xtask soak", bin_name = "cargo xtask soak")]
+struct Args {
     /// How long it runs
     #[arg(long, default_value_t = 10)]
     minutes: u64,
@@ -29,8 +33,14 @@ pub struct Args {
     seed: Option<u64>,
 }
 
+fn main() -> ExitCode {
+    // SAFETY: no other thread runs yet.
+    unsafe { std::env::set_var("SPILLWAY_BIN", build::folder(false)) };
+    ended(run(&Args::parse()))
+}
+
 /// Runs it, and prints a summary of what was seen. Returns whether no invariant was violated.
-pub fn run(args: &Args) -> Result<bool> {
+fn run(args: &Args) -> Result<bool> {
     setup::ensure(setup::Scope::Lab)?;
     if let Some(obstacle) = lab::skip::obstacle() {
         bail!("the soak makes network namespaces and loads eBPF programs: {obstacle}");

@@ -23,7 +23,7 @@ use serde_json::Value;
 use super::figures::{self, Column, Figure, family_name, median, number};
 use super::programs::{self, Protocol};
 use super::variant::{BULK_PORT, BenchLab, CPU, Variant, patience};
-use crate::progress::Step;
+use xtask::progress::Step;
 
 /// What is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,13 +1,15 @@
 //! The chart as Helm renders it, and the alerts as Prometheus evaluates them, on machines that have `promtool`, and `helm` and `kubectl` in
 //! PATH or among the programs of a cluster.
 
+#![allow(clippy::unwrap_used, reason = "nothing here is anything but a test")]
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::{cluster, workspace};
+use xtask::{cluster, workspace};
 
 /// A tool from PATH, or else the one that the tests on Kubernetes use. If there is none, the test that needs it counts as skipped.
 fn tool(test: &str, name: &str) -> Option<PathBuf> {

@@ -13,8 +13,8 @@ use serde::Deserialize;
 use super::figures::number;
 use super::large::{self, Measured, Size, memory};
 use super::report::machine;
-use crate::progress::{self, Step};
-use crate::{build, workspace};
+use xtask::progress::{self, Step};
+use xtask::{build, workspace};
 
 /// Nodes, pods, policies, egress IPs. The first is what Spillway is built for; the others change one thing each.
 const SIZES: [[u32; 4]; 5] = [

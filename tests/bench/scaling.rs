@@ -13,7 +13,7 @@ use super::figures::{Column, Figure};
 use super::load::{self, Windows};
 use super::routes::{TARGETS, targets};
 use super::variant::{BenchLab, CPU, EGRESS, Variant, patience, policy};
-use crate::progress::Step;
+use xtask::progress::Step;
 
 const FAMILY: Family = Family::V4;
 /// Room for the flows of the largest point and for the connections alongside them.

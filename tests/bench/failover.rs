@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::figures::{self, Column, Figure, number, rounded};
 use super::variant::sources;
-use crate::progress::Step;
+use xtask::progress::Step;
 
 /// The host numbers of the egress IPs: Spillway's pool, whose first one the pair has.
 const EGRESS: [u8; 2] = [40, 41];

@@ -23,9 +23,11 @@ mod variant;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use clap::Parser;
 use lab::Family;
 use lab::traffic::on_cpu;
 use serde_json::{Value, json};
@@ -34,11 +36,13 @@ use self::figures::{Column, Figure, family_name, median};
 use self::load::{Load, Windows};
 use self::report::Findings;
 use self::variant::{BenchLab, CPU, Variant};
-use crate::progress::Step;
-use crate::{build, setup, workspace};
+use xtask::progress::Step;
+use xtask::{build, ended, setup, workspace};
 
-#[derive(clap::Args)]
-pub struct Args {
+/// Compare Spillway with plain routing and with a gateway of the stock kernel, on this machine
+#[derive(Parser)]
+#[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
+struct Args {
     /// Print only the figures, as JSON: {"figures": [{"name", "unit", "plain", "stock", "device", "vxlan", "direct", "bypass"}], "failover": [{"name",
     /// "unit", "spillway", "keepalived", "keepalived-fast"}]}
     #[arg(long)]
@@ -92,8 +96,15 @@ const GATEWAY_WINDOW: Duration = Duration::from_millis(200);
 /// How many gateways die of each kind.
 const DEATHS: usize = 10;
 
+fn main() -> ExitCode {
+    let args = Args::parse();
+    // SAFETY: no other thread runs yet.
+    unsafe { std::env::set_var("SPILLWAY_BIN", build::folder(!args.quick)) };
+    ended(run(&args).map(|()| true))
+}
+
 /// Measures, and shows and writes the results.
-pub fn run(args: &Args) -> Result<()> {
+fn run(args: &Args) -> Result<()> {
     let others = args.failover || args.is_full();
     setup::ensure(if others { setup::Scope::Failover } else { setup::Scope::Lab })?;
     if let Some(obstacle) = lab::skip::obstacle() {

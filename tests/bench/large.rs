@@ -15,8 +15,8 @@ use lab::scope::Watchdog;
 use lab::{wait_for, wait_until};
 
 use super::agents::Agents;
-use crate::progress::Step;
-use crate::{cluster, setup, workspace};
+use xtask::progress::Step;
+use xtask::{cluster, setup, workspace};
 
 /// The cluster.
 #[derive(Clone, Copy, Debug)]

@@ -10,7 +10,7 @@ use lab::Family;
 use super::figures::{Column, Figure, family_name};
 use super::load::{self, Load, Metric, Windows};
 use super::variant::{BenchLab, Variant};
-use crate::progress::Step;
+use xtask::progress::Step;
 
 /// A figure: what, in which family.
 pub type Key = (Metric, Family);

@@ -131,7 +131,7 @@ pub fn machine() -> String {
     let model = model.trim_start_matches([' ', '\t', ':']).to_owned();
     let count = cpus.lines().filter(|line| line.starts_with("processor")).count();
     let output = |program: &str, arguments: &[&str]| {
-        let output = Command::new(program).args(arguments).current_dir(crate::workspace::root()).output();
+        let output = Command::new(program).args(arguments).current_dir(xtask::workspace::root()).output();
         output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default()
     };
     format!(

@@ -14,7 +14,7 @@ use lab::traffic::{AnswerServer, ConnectRate, LoadServer, Queries, ServerAnswer,
 use super::figures::{Column, Figure};
 use super::flows::{map_memory, tracked};
 use super::variant::{BenchLab, CPU, Variant};
-use crate::progress::Step;
+use xtask::progress::Step;
 
 /// Servers that the pod goes to.
 const SERVERS: u16 = 25_000;
