@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use anyhow::Result;
+use lab::command::output;
 use serde_json::{Value, json};
 
 use xtask::{cluster, workspace};
@@ -27,14 +29,8 @@ fn tool(test: &str, name: &str) -> Option<PathBuf> {
     found
 }
 
-fn output(command: &mut Command) -> Result<String, String> {
-    let output = command.output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
-}
-
 /// `helm template`, with values as `--set` takes them.
-fn rendered(helm: &Path, values: &[&str]) -> Result<String, String> {
+fn rendered(helm: &Path, values: &[&str]) -> Result<String> {
     let chart = workspace::root().join("manifests/chart");
     let mut command = Command::new(helm);
     command.args(["template", "spillway", "--namespace", "spillway"]).arg(chart);

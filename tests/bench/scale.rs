@@ -4,6 +4,7 @@
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -97,12 +98,8 @@ fn plan(binaries: &Path, size: &[u32; 4]) -> Result<Planned> {
         size[0], size[1], size[2], size[3]
     ));
     let program = binaries.join("examples/scale");
-    let output = std::process::Command::new(&program)
-        .args(size.map(|n| n.to_string()))
-        .output()
-        .with_context(|| format!("cannot run {}", program.display()))?;
-    ensure!(output.status.success(), "the planner's example: {}", String::from_utf8_lossy(&output.stderr));
-    let planned: Planned = serde_json::from_slice(&output.stdout).context("what the planner's example printed")?;
+    let output = lab::command::output(Command::new(program).args(size.map(|n| n.to_string())))?;
+    let planned: Planned = serde_json::from_str(&output).context("what the planner's example printed")?;
     step.end("✓", &format!("{:.0} ms", planned.plan_again_ms));
     Ok(planned)
 }

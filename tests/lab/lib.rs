@@ -45,7 +45,7 @@ pub mod bpf;
 pub mod browser;
 pub mod capture;
 pub mod cluster;
-mod command;
+pub mod command;
 pub mod frames;
 pub mod hook;
 pub mod machine;

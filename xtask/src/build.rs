@@ -61,9 +61,6 @@ pub fn folder_of(target: &str, release: bool) -> PathBuf {
 /// Copies a program into another folder without its symbols, which are most of it.
 pub fn stripped(program: &Path, folder: &Path) -> Result<PathBuf> {
     let path = folder.join(program.file_name().context("a program has a name")?);
-    let status = Command::new("strip").arg("-o").arg(&path).arg(program).status().context("cannot run strip")?;
-    if !status.success() {
-        bail!("strip failed for {}", program.display());
-    }
+    lab::command::output(Command::new("strip").arg("-o").arg(&path).arg(program))?;
     Ok(path)
 }

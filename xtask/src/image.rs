@@ -142,11 +142,7 @@ fn contents(target: &str, tag: &str) -> Result<Value> {
     let mut command = workspace::cargo("tree");
     command.args(["--package", "egress-daemon", "--edges", "normal", "--target", target, "--prefix", "none"]);
     command.args(["--format", "{p}|{l}", "--locked"]);
-    let output = command.output().context("cargo tree cannot be started")?;
-    if !output.status.success() {
-        bail!("cargo tree: {}", String::from_utf8_lossy(&output.stderr));
-    }
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = lab::command::output(&mut command)?;
     let mut lines: Vec<&str> = text.lines().map(|line| line.trim_end_matches(" (*)")).collect();
     lines.sort_unstable();
     lines.dedup();

@@ -24,10 +24,8 @@ const TICK: Duration = Duration::from_millis(100);
 /// From now on this thread, and the programs that it starts, run only while nothing else wants a processor (`SCHED_IDLE`).
 pub fn idle() -> Result<()> {
     let mut command = Command::new("chrt");
-    command.args(["--idle", "--pid", "0"]).arg(nix::unistd::gettid().to_string()).stdout(Stdio::null());
-    let status = command.status().context("cannot run chrt")?;
-    anyhow::ensure!(status.success(), "chrt: {status}");
-    Ok(())
+    command.args(["--idle", "--pid", "0"]).arg(nix::unistd::gettid().to_string());
+    lab::command::output(&mut command).map(drop)
 }
 
 /// A command's program, directory and environment, without its arguments.

@@ -82,10 +82,10 @@ impl Kernel {
         let tree = root.join("tree");
         fs::create_dir_all(&tree).with_context(|| format!("cannot create {}", tree.display()))?;
         for package in self.packages(root)? {
-            run(apt("apt-get", &self.sources(root)).arg("download").arg(&package).current_dir(root))?;
+            lab::command::output(apt("apt-get", &self.sources(root)).arg("download").arg(&package).current_dir(root))?;
         }
         for file in entries(root)?.iter().filter(|name| name.ends_with(".deb")) {
-            run(Command::new("dpkg-deb").arg("-x").arg(root.join(file)).arg(&tree))?;
+            lab::command::output(Command::new("dpkg-deb").arg("-x").arg(root.join(file)).arg(&tree))?;
             fs::remove_file(root.join(file)).with_context(|| format!("cannot remove {file}"))?;
         }
         let modules = [tree.join("lib/modules"), tree.join("usr/lib/modules")];
@@ -97,7 +97,7 @@ impl Kernel {
         fs::create_dir_all(root.join("lib")).context("cannot create the folder of modules")?;
         fs::rename(modules, root.join("lib/modules")).context("cannot move the modules")?;
         uncompress(&root.join("lib/modules").join(&release))?;
-        run(Command::new("depmod").arg("-b").arg(root).arg(&release))?;
+        lab::command::output(Command::new("depmod").arg("-b").arg(root).arg(&release))?;
         let images = [tree.join("boot"), root.join("lib/modules").join(&release)];
         let mut images = images.iter().flat_map(|dir| {
             let names = entries(dir).unwrap_or_default();
@@ -133,7 +133,7 @@ impl Kernel {
         if self == Self::V7_2 {
             fs::create_dir_all(root.join("lists/partial")).context("cannot create the folder of package lists")?;
             fs::write(root.join("unstable.list"), UNSTABLE).context("cannot write unstable.list")?;
-            run(apt("apt-get", &sources).arg("update"))?;
+            lab::command::output(apt("apt-get", &sources).arg("update"))?;
         }
         let mut found = BTreeSet::new();
         let mut todo = vec![self.package().to_owned()];
@@ -161,15 +161,6 @@ fn apt(program: &str, options: &[String]) -> Command {
     // The cache is not open to apt's own user.
     command.args(["-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=3"]).args(options);
     command
-}
-
-fn run(command: &mut Command) -> Result<()> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().with_context(|| format!("cannot run {program}"))?;
-    if !output.status.success() {
-        bail!("{program} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
-    }
-    Ok(())
 }
 
 /// Uncompresses all modules, so that a guest's loader need not know how.

@@ -95,8 +95,8 @@ fn licences() -> Outcome {
     // Advisories need a database from the network.
     let outcome = with_tool(setup::CARGO_DENY, "licences and dependencies", &["check", "licenses", "bans", "sources"])?;
     if outcome.is_none() {
-        let passed = sums(&["Cargo.lock", "deny.toml"]).output().context("cannot run sha256sum")?;
-        fs::write(workspace::root().join(PASSED), passed.stdout).with_context(|| format!("cannot write {PASSED}"))?;
+        let passed = lab::command::output(&mut sums(&["Cargo.lock", "deny.toml"]))?;
+        fs::write(workspace::root().join(PASSED), passed).with_context(|| format!("cannot write {PASSED}"))?;
     }
     Ok(outcome)
 }

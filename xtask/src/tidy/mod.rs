@@ -9,7 +9,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 use crate::progress::{self, Step};
 use crate::workspace;
@@ -68,11 +68,7 @@ fn files() -> Result<Tree> {
     let root = workspace::root();
     let mut command = Command::new("git");
     command.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]).current_dir(&root);
-    let output = command.output().context("cannot run git")?;
-    if !output.status.success() {
-        bail!("git ls-files failed: {}", String::from_utf8_lossy(&output.stderr));
-    }
-    let listed = String::from_utf8(output.stdout).context("a path that is not UTF-8")?;
+    let listed = lab::command::output(&mut command)?;
     let names = listed.split_terminator('\0').map(PathBuf::from).filter(|path| root.join(path).is_file());
     Ok(names.map(|path| (path.clone(), fs::read_to_string(root.join(path)).unwrap_or_default())).collect())
 }
