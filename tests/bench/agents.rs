@@ -2,17 +2,18 @@
 //! pod of its node.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use lab::Process;
 use lab::cluster::Cluster;
 use lab::netns::NetNs;
 use lab::scope::Scope;
 
-use super::large::{Running, is_gateway, memory};
+use super::large::{is_gateway, memory};
 use super::variant::CALM;
 
 /// The first address of the nodes (`egress-daemon/examples/fill.rs`), and the control plane's in their network.
@@ -27,7 +28,7 @@ pub struct Agents<'a> {
     cluster: &'a Cluster,
     program: PathBuf,
     /// Declared before the scope: they end before their namespaces go.
-    running: BTreeMap<u32, (NetNs, Running)>,
+    running: BTreeMap<u32, (NetNs, Process)>,
     /// The far ends of the pods' interfaces.
     pods: NetNs,
     scope: Scope,
@@ -68,7 +69,6 @@ impl<'a> Agents<'a> {
     pub fn start(&mut self, node: u32) -> Result<()> {
         let ns = self.namespace(node)?;
         let name = node_name(node);
-        let log = File::create(self.scope.dir().join(format!("{name}.log"))).context("an agent's log")?;
         // Elsewhere each has a node's processors. Here it has what the API server and the controllers leave, but a gateway is alive only
         // as long as it renews its lease.
         let mut command = ns.command("nice");
@@ -76,8 +76,8 @@ impl<'a> Agents<'a> {
         command.args(["agent", "--log", "warn", "--node", &name]).arg("--bpffs").arg(self.scope.bpffs(&name));
         command.arg("--kubeconfig").arg(self.cluster.dir().join("kubeconfig"));
         command.arg("--config").arg(self.config());
-        command.env("STATE_DIRECTORY", self.scope.dir().join(&name)).stdout(log.try_clone()?).stderr(log);
-        self.running.insert(node, (ns, Running(command.spawn().context("an agent")?)));
+        command.env("STATE_DIRECTORY", self.scope.dir().join(&name));
+        self.running.insert(node, (ns, Process::start(&name, Some(&name), command, self.scope.dir())?));
         self.give_interfaces(node)
     }
 
@@ -108,14 +108,14 @@ impl<'a> Agents<'a> {
     /// The largest memory of an agent on some nodes, by a field of its status as in [`memory`]. In bytes.
     pub fn largest(&self, field: &str, is_one: impl Fn(u32) -> bool) -> Result<u64> {
         let some = self.running.iter().filter(|(node, _)| is_one(**node));
-        let mut all = some.map(|(_, (_, agent))| memory(agent.0.id(), field));
+        let mut all = some.map(|(_, (_, agent))| memory(agent.pid(), field));
         all.try_fold(0, |most, one| Ok(most.max(one?)))
     }
 
     /// The processor time of all agents so far.
     pub fn processor_time(&self) -> Result<Duration> {
-        let ticks = |agent: &Running| {
-            let stat = fs::read_to_string(format!("/proc/{}/stat", agent.0.id())).context("an agent has ended")?;
+        let ticks = |agent: &Process| {
+            let stat = fs::read_to_string(format!("/proc/{}/stat", agent.pid())).context("an agent has ended")?;
             // The name, which is in parentheses, may have spaces. utime and stime are fields 14 and 15 (proc_pid_stat(5)).
             let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
             Ok::<_, anyhow::Error>(fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum::<u64>())

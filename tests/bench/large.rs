@@ -1,7 +1,7 @@
 //! The real controller and real agents in front of a real API server with thousands of nodes, which `egress-daemon/examples/fill.rs` makes
 //! and whose kubelets KWOK plays. The API server's own metrics count the costs.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::ops::Sub;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use lab::cluster::{Cluster, Kubernetes};
 use lab::netns::NetNs;
 use lab::scope::Watchdog;
-use lab::{wait_for, wait_until};
+use lab::{Process, wait_for, wait_until};
 
 use super::agents::Agents;
 use xtask::progress::Step;
@@ -123,7 +123,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     wait_until("every egress IP and node has its object", PATIENCE, created, |found| *found == all)?;
     let mut last = large.settled()?;
     let everything = last - empty;
-    let resident = memory(first.0.id(), "VmHWM")?;
+    let resident = memory(first.pid(), "VmHWM")?;
     let mut changes = Vec::new();
     let busy = agents.processor_time()?;
     step.at("a minute at rest");
@@ -157,9 +157,8 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     add("a node that joins, with its agent", large.settled()?, 0);
     drop(first);
     let second = large.controller("second", &outside, &agents.config())?;
-    let leads = |holder: &Option<String>| {
-        holder.as_ref().is_some_and(|holder| holder.ends_with(&format!("-{}", second.0.id())))
-    };
+    let leads =
+        |holder: &Option<String>| holder.as_ref().is_some_and(|holder| holder.ends_with(&format!("-{}", second.pid())));
     wait_until("the second controller leads", PATIENCE, || large.cluster.leader(), leads)?;
     add("a controller that takes over", large.settled()?, 0);
     step.at("an API server that restarts");
@@ -189,13 +188,12 @@ impl Drop for Large {
 
 impl Large {
     /// Starts what plays the kubelets of all nodes. Their leases, which nobody reads here, are renewed rarely.
-    fn kubelets(&self, kwok: &Path, ns: &NetNs) -> Result<Running> {
-        let log = File::create(self.cluster.dir().join("kwok.log")).context("KWOK's log")?;
+    fn kubelets(&self, kwok: &Path, ns: &NetNs) -> Result<Process> {
         let mut command = ns.command(kwok);
         command.arg("--kubeconfig").arg(self.cluster.dir().join("kubeconfig"));
         command.arg("--config").arg(workspace::root().join("tests/cluster/kwok/kwok.yaml"));
         command.args(["--manage-all-nodes", "--node-lease-duration-seconds", "3600"]);
-        Ok(Running(command.stdout(log.try_clone()?).stderr(log).spawn().context("KWOK")?))
+        Process::start("kwok", None, command, self.cluster.dir())
     }
 
     /// Waits until all pods run.
@@ -215,19 +213,17 @@ impl Large {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("the filler")?;
         let (input, output) = (child.stdin.take(), child.stdout.take());
         let (input, output) = input.zip(output).context("the filler has no pipes")?;
-        let mut filler = Filler { _child: Running(child), input, output: BufReader::new(output).lines() };
+        let mut filler = Filler { child, input, output: BufReader::new(output).lines() };
         filler.hear("ready")?;
         Ok(filler)
     }
 
     /// Starts a controller with the agents' configuration. Its log stays in xtask's folder: it says what changed owners.
-    fn controller(&self, name: &str, ns: &NetNs, config: &Path) -> Result<Running> {
-        let log = workspace::scratch_dir()?.join(format!("scale-controller-{name}.log"));
-        let log = File::create(log).context("the controller's log")?;
+    fn controller(&self, name: &str, ns: &NetNs, config: &Path) -> Result<Process> {
         let mut command = ns.command(self.binaries.join("egress-daemon"));
         command.args(["controller", "--kubeconfig"]).arg(self.cluster.dir().join("kubeconfig"));
         command.arg("--config").arg(config);
-        Ok(Running(command.stdout(log.try_clone()?).stderr(log).spawn().context("the controller")?))
+        Process::start(&format!("scale-controller-{name}"), None, command, &workspace::scratch_dir()?)
     }
 
     /// How many objects of one of Spillway's kinds there are.
@@ -275,7 +271,7 @@ impl Large {
 
 /// The process that fills the API server.
 struct Filler {
-    _child: Running,
+    child: Child,
     input: ChildStdin,
     output: Lines<BufReader<ChildStdout>>,
 }
@@ -293,14 +289,11 @@ impl Filler {
     }
 }
 
-/// A process that does not outlive its measurement.
-pub struct Running(pub Child);
-
-impl Drop for Running {
+impl Drop for Filler {
     fn drop(&mut self) {
         // It has ended, or is killed.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        self.child.kill().ok();
+        self.child.wait().ok();
     }
 }
 

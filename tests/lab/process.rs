@@ -35,7 +35,8 @@ pub struct Process {
 }
 
 impl Process {
-    pub(crate) fn start(name: &str, node: Option<&str>, mut command: Command, logs: &Path) -> Result<Process> {
+    /// Starts it; its output goes to `LOGS/<name>.log`.
+    pub fn start(name: &str, node: Option<&str>, mut command: Command, logs: &Path) -> Result<Process> {
         fs::create_dir_all(logs).with_context(|| format!("cannot make {}", logs.display()))?;
         let log = logs.join(format!("{name}.log"));
         let out = File::options().create(true).append(true).open(&log)?;
