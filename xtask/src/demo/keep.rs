@@ -1,8 +1,6 @@
 //! The lab that is left up: commands to look around in it, and a server that tells callers who they are.
 
 use std::fs;
-use std::io::Write;
-use std::net::{Ipv6Addr, SocketAddr, TcpListener};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Stdio;
@@ -13,34 +11,19 @@ use lab::{Family, Lab};
 use super::cluster::ECHO_PORT;
 use super::screen::Screen;
 
-/// Answers every connection with the address that it came from, for ever.
-pub fn serve(port: u16) -> Result<()> {
-    let address = SocketAddr::from((Ipv6Addr::UNSPECIFIED, port));
-    let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on port {port}"))?;
-    for stream in listener.incoming() {
-        let mut stream = stream?;
-        let peer = stream.peer_addr()?;
-        // A caller that has gone already needs no answer.
-        writeln!(stream, "you are {} port {}", peer.ip().to_canonical(), peer.port()).ok();
-    }
-    Ok(())
-}
-
-/// Starts [`serve`] on the outside server, as a process that outlives this one.
-fn start_server(lab: &Lab) -> Result<()> {
-    let mut command = lab.server("server1").ns.command(std::env::current_exe()?);
-    command.args(["demo", "--serve", &ECHO_PORT.to_string()]);
+/// Starts a server on the outside server that tells its callers who they are, as a process that outlives this one.
+fn start_server(lab: &Lab, binaries: &Path) -> Result<()> {
+    let mut command = lab.server("server1").ns.command(binaries.join("egressctl"));
+    command.args(["connectivity", "serve", "--listen", &format!("[::]:{ECHO_PORT}")]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let detach = || nix::unistd::setsid().map(drop).map_err(std::io::Error::from);
-    // SAFETY: between fork and exec the closure makes one system call and allocates nothing.
-    unsafe { command.pre_exec(detach) };
-    command.spawn().context("cannot start the server that tells who calls")?;
+    // A Ctrl-C at the terminal must not reach it.
+    command.process_group(0).spawn().context("cannot start the server that tells who calls")?;
     Ok(())
 }
 
 /// Leaves the lab up and says what can be done in it.
 pub fn keep(lab: Lab, screen: &Screen, binaries: &Path) -> Result<()> {
-    start_server(&lab)?;
+    start_server(&lab, binaries)?;
     let hints = hints(&lab, binaries);
     lab.keep()?;
     screen.lines(&hints);

@@ -39,15 +39,11 @@ pub struct Args {
     /// Remove labs that were left up, and do nothing else
     #[arg(long, exclusive = true)]
     remove: bool,
-    /// Tell every TCP caller of this port its address: the server of a lab that is left up
-    #[arg(long, exclusive = true, hide = true, value_name = "PORT")]
-    serve: Option<u16>,
 }
 
 /// Shows everything. Returns whether all claims hold.
 pub fn run(args: &Args) -> Result<bool> {
     match args {
-        Args { serve: Some(port), .. } => keep::serve(*port).map(|()| true),
         Args { remove: true, .. } => remove().map(|()| true),
         Args { cluster: true, .. } => on_kubernetes::demo(args),
         _ => demo(args),
