@@ -22,15 +22,9 @@ pub const NEXT: &str = "next";
 /// Build the container image as an OCI archive, and the list of its contents
 #[derive(clap::Args)]
 pub struct Args {
-    /// Another tag than the version
-    #[arg(long, value_name = "TAG")]
-    tag: Option<String>,
     /// Build for amd64 or arm64; the default is this machine's
     #[arg(long, value_name = "ARCH")]
     arch: Option<String>,
-    /// Build quickly, without optimizing, as tests do
-    #[arg(long)]
-    unoptimized: bool,
 }
 
 /// Builds the image and says where it is.
@@ -39,8 +33,8 @@ pub fn run(args: &Args) -> Result<()> {
         Some(named) => named.as_str(),
         None => architecture()?,
     };
-    let tag = args.tag.as_deref().unwrap_or(version());
-    let archive = write(architecture, tag, !args.unoptimized)?;
+    setup::ensure(setup::Scope::Build)?;
+    let archive = pack(&cross_built(target(architecture)?)?, architecture, version(), architecture)?;
     println!("{}\n{}", archive.display(), sbom_of(&archive).display());
     Ok(())
 }
@@ -84,12 +78,6 @@ fn target(architecture: &str) -> Result<&'static str> {
     }
 }
 
-fn write(architecture: &str, tag: &str, release: bool) -> Result<PathBuf> {
-    setup::ensure(setup::Scope::Build)?;
-    let binaries = cross_built(target(architecture)?, release)?;
-    pack(&binaries, architecture, tag, &format!("{architecture}{}", if release { "" } else { "-debug" }))
-}
-
 /// Writes the image, with the list of its contents next to it.
 fn pack(binaries: &Path, architecture: &str, tag: &str, suffix: &str) -> Result<PathBuf> {
     let folder = workspace::target_dir().join("image");
@@ -123,9 +111,9 @@ fn sbom_of(archive: &Path) -> PathBuf {
 }
 
 /// Builds both programs for a target; the folder that holds them.
-fn cross_built(target: &str, release: bool) -> Result<PathBuf> {
+fn cross_built(target: &str) -> Result<PathBuf> {
     let mut command = workspace::cargo("build");
-    command.args(build::BINARIES).args(["--target", target]).args(release.then_some("--release"));
+    command.args(build::BINARIES).args(["--release", "--target", target]);
     if !target.starts_with(std::env::consts::ARCH) {
         let compiler = format!("{}-gcc", target.replace("-unknown", ""));
         if Command::new(&compiler).arg("--version").output().is_err() {
@@ -134,7 +122,7 @@ fn cross_built(target: &str, release: bool) -> Result<PathBuf> {
         command.env(format!("CARGO_TARGET_{}_LINKER", target.to_uppercase().replace('-', "_")), compiler);
     }
     progress::run(&format!("build the programs for {target} (minutes, the first time)"), &mut command)?;
-    Ok(build::folder_of(target, release))
+    Ok(build::folder_of(target, true))
 }
 
 /// The crates that are in the programs, as CycloneDX.
