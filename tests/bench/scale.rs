@@ -5,10 +5,10 @@ use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use lab::{Lab, StartOptions, wait_until};
+use lab::{Lab, StartOptions, wait_for, wait_until};
 use serde::Deserialize;
 
 use super::figures::number;
@@ -123,15 +123,14 @@ fn agent(binaries: &Path) -> Result<MeasuredAgent> {
         wait_until(&format!("{map} has {count} entries"), PATIENCE, entries, |found| *found >= count as usize)?;
     }
     let pid = lab.agent("worker1").pid();
-    let mut resident = memory(pid, "VmHWM")?;
-    loop {
-        std::thread::sleep(SETTLED);
+    let (mut resident, mut since) = (0, Instant::now());
+    wait_for("the agent's memory stays as it is", PATIENCE, || {
         let now = memory(pid, "VmHWM")?;
-        if now <= resident {
-            break;
+        if now > resident {
+            (resident, since) = (now, Instant::now());
         }
-        resident = now;
-    }
+        Ok(since.elapsed() >= SETTLED)
+    })?;
     let mut total = 0;
     for entry in fs::read_dir(&maps)? {
         total += lab::bpf::map_bytes(&entry?.path())?;
