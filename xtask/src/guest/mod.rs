@@ -139,7 +139,7 @@ pub fn run(kernel: Kernel, binaries: &Binaries, extent: Extent, bless: bool, tal
     let initrd = dir.join("initrd");
     file_system(&kernel_files, binaries, extent, &dir)?.pack(&initrd)?;
 
-    let how = Run { filter: None, timeout: TIMEOUT, second_try: false };
+    let how = Run { filters: &[], timeout: TIMEOUT, second_try: false };
     libtest::run(&name, qemu(&kernel_files.vmlinux, &initrd), &how, tally)?;
     fs::remove_file(&initrd).with_context(|| format!("cannot remove {}", initrd.display()))?;
     let log = progress::log_file(&name)?;

@@ -61,7 +61,7 @@ impl Output {
 /// How a binary is run.
 pub struct Run<'a> {
     /// What it was given to choose tests, to tell which ones it was to run.
-    pub filter: Option<&'a str>,
+    pub filters: &'a [&'a str],
     /// When it counts as hanging.
     pub timeout: Duration,
     /// Whether a test that fails is run once more, with the machine to itself (`lab::machine`). For tests in real time on a shared
@@ -71,7 +71,7 @@ pub struct Run<'a> {
 
 /// Runs a binary and adds what it says to `tally`.
 pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -> Result<()> {
-    let Run { filter, timeout, second_try } = *how;
+    let Run { filters, timeout, second_try } = *how;
     let (step, log) = (Step::start(name), progress::log_file(name)?);
     let skips = log.with_extension("skips");
     std::fs::write(&skips, "").with_context(|| format!("cannot write {}", skips.display()))?;
@@ -99,15 +99,23 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
         output.failed -= again.len();
         output.passed += again.len();
     }
+    if status.is_none() || output.results == 0 {
+        // Counts come last: what is known are the lines of tests that have ended.
+        let failed = output.failed_tests().len();
+        output.passed = output.passed.max(output.ended.len() - failed);
+        output.failed = output.failed.max(failed);
+    }
     let skipped = read_skips(&skips, &output)?;
     let passed = output.passed.saturating_sub(skipped.len());
     let mut failed = output.failed;
     let mut why = String::new();
     if status.is_none() {
-        let running = unfinished(&command, filter, &output);
+        let running = unfinished(&command, filters, &output);
         why = format!("did not end within {} s; not finished: {}", timeout.as_secs(), running.join(", "));
-    } else if status.is_some_and(|status| !status.success()) && output.failed == 0 && again.is_empty() {
-        why = format!("ended with {}", status.map_or_else(String::new, |status| status.to_string()));
+    } else if let Some(status) = status.filter(|status| !status.success())
+        && (output.failed == 0 && again.is_empty() || output.results == 0)
+    {
+        why = format!("ended with {status}");
     } else if output.results == 0 {
         why = "ended without a result".to_owned();
     }
@@ -147,8 +155,10 @@ fn passes_alone(command: &Command, test: &str, log: &Path, timeout: Duration) ->
 /// Names the failed tests as far as their lines could be read.
 fn record_failures(binary: &str, output: &Output, tally: &mut Tally) {
     let named = output.failed_tests();
+    let why =
+        if output.failures.is_empty() { "its output is lost: the run did not end" } else { "its output is above" };
     for test in &named {
-        tally.fail(&format!("{binary} {test}"), "its output is above");
+        tally.fail(&format!("{binary} {test}"), why);
     }
     for _ in named.len()..output.failed {
         tally.fail(binary, "a test whose output is above");
@@ -168,9 +178,9 @@ fn read_skips(file: &Path, output: &Output) -> Result<BTreeMap<String, String>> 
 }
 
 /// The tests that had not ended when the binary was killed.
-fn unfinished(command: &Command, filter: Option<&str>, output: &Output) -> Vec<String> {
+fn unfinished(command: &Command, filters: &[&str], output: &Output) -> Vec<String> {
     let mut list = Command::new(command.get_program());
-    list.args(["--list", "--format", "terse"]).args(filter);
+    list.args(["--list", "--format", "terse"]).args(filters);
     let listed = list.output().map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
     let tests = listed.lines().filter_map(|line| line.strip_suffix(": test"));
     tests.filter(|test| !output.ended.contains_key(*test)).map(ToOwned::to_owned).collect()
@@ -212,7 +222,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         let mut tally = Tally::default();
-        run(name, command, &Run { filter: None, timeout, second_try: false }, &mut tally).unwrap();
+        run(name, command, &Run { filters: &[], timeout, second_try: false }, &mut tally).unwrap();
         tally
     }
 
@@ -244,7 +254,7 @@ mod tests {
             let mut mode = std::fs::metadata(&script).unwrap().permissions();
             std::os::unix::fs::PermissionsExt::set_mode(&mut mode, 0o700);
             std::fs::set_permissions(&script, mode).unwrap();
-            let (mut tally, how) = (Tally::default(), Run { filter: None, timeout: PATIENT, second_try: true });
+            let (mut tally, how) = (Tally::default(), Run { filters: &[], timeout: PATIENT, second_try: true });
             run("again", Command::new(&script), &how, &mut tally).unwrap();
             std::fs::remove_file(&script).unwrap();
             assert_eq!(tally.line(), line);
@@ -260,5 +270,17 @@ mod tests {
         assert_eq!(run_script("silent", "exit 0", PATIENT).line(), "0 passed, 1 failed, 0 skipped");
         let hang = run_script("hang", "exec tail -f /dev/null", Duration::from_millis(200));
         assert_eq!(hang.line(), "0 passed, 1 failed, 0 skipped");
+    }
+
+    #[test]
+    fn a_hang_does_not_hide_what_failed_before() {
+        let said = "test a ... ok\\ntest b ... FAILED\\n";
+        let script = format!("[ \"$1\" = --list ] && exit; printf '{said}'; exec tail -f /dev/null");
+        let tally = run_script("hang with failures", &script, Duration::from_millis(500));
+        let mut expected = Tally::default();
+        expected.pass(1);
+        expected.fail("hang with failures b", "its output is lost: the run did not end");
+        expected.fail("hang with failures", "did not end within 0 s; not finished: ");
+        assert_eq!(tally, expected);
     }
 }

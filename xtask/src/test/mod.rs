@@ -183,7 +183,7 @@ fn behind_the_tests(schedule: Schedule, binaries: &[Binary]) -> Result<Tally> {
 fn doc_tests(tally: &mut Tally) -> Result<()> {
     let mut command = workspace::cargo("test");
     command.args(workspace::PACKAGES).args(["--quiet", "--doc", "--no-fail-fast"]);
-    let how = Run { filter: None, timeout: UNIT_TIMEOUT, second_try: false };
+    let how = Run { filters: &[], timeout: UNIT_TIMEOUT, second_try: false };
     libtest::run("doc tests", command, &how, tally)
 }
 
@@ -225,11 +225,7 @@ fn run_job(job: &Job<'_>, environment: &Environment, tally: &mut Tally) -> Resul
         command.env("SPILLWAY_PAGE", workspace::root().join("docs/page.png"));
     }
     command.envs(job.mode.into_iter().flat_map(plan::TestMode::variables));
-    let how = Run {
-        filter: job.tests.first().copied(),
-        timeout: if lab { LAB_TIMEOUT } else { UNIT_TIMEOUT },
-        second_try: lab,
-    };
+    let how = Run { filters: &job.tests, timeout: if lab { LAB_TIMEOUT } else { UNIT_TIMEOUT }, second_try: lab };
     libtest::run(&job.title(), command, &how, tally)
 }
 
@@ -241,7 +237,7 @@ fn simulated_cluster(schedule: Schedule, binaries: &[Binary]) -> Result<Tally> {
     }
     let mut command = find(binaries, "egress-sim")?.command();
     command.arg("--quiet").env("SPILLWAY_SIM_SEEDS", SEEDS);
-    let how = Run { filter: None, timeout: SIMULATION_TIMEOUT, second_try: false };
+    let how = Run { filters: &[], timeout: SIMULATION_TIMEOUT, second_try: false };
     libtest::run("the simulated cluster", command, &how, &mut tally)?;
     Ok(tally)
 }
