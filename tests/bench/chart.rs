@@ -7,7 +7,7 @@ use lab::Family;
 use super::figures::{Column, family_name};
 use super::load::Metric;
 use super::rounds::Rounds;
-use super::scaling::{Axis, Point, Series};
+use super::scaling::{Axis, Point, SERIES};
 use super::variant::Variant;
 
 const FONT: &str = "font-family=\"sans-serif\" fill=\"#222\"";
@@ -22,18 +22,6 @@ const BARS: [(Metric, &str); 5] = [
     (Metric::TcpIn, "TCP in"),
     (Metric::TripP50, "round trips per s"),
 ];
-
-fn color(variant: Variant) -> &'static str {
-    match variant {
-        Variant::Plain => "#9aa0a6",
-        Variant::Stock => "#d9a441",
-        Variant::Device => "#8ab4f8",
-        Variant::Vxlan => "#4285f4",
-        Variant::Direct => "#174ea6",
-        Variant::Bypass => "#0b2350",
-        Variant::Logged => "#5f6368",
-    }
-}
 
 /// A document with a white background, which dark pages need.
 fn document(width: u32, height: u32, body: &str) -> String {
@@ -82,7 +70,7 @@ pub fn bars(rounds: &Rounds) -> String {
                     y(value),
                     bar - 2.0,
                     base - y(value),
-                    color(*variant),
+                    variant.color(),
                     variant.title(),
                 );
             }
@@ -94,7 +82,7 @@ pub fn bars(rounds: &Rounds) -> String {
     body += &line((left, base), (width - 20.0, base), "stroke=\"#222\"");
     let mut x = left;
     for variant in present {
-        let _ = writeln!(body, "<rect x=\"{x:.1}\" y=\"38\" width=\"11\" height=\"11\" fill=\"{}\"/>", color(variant));
+        let _ = writeln!(body, "<rect x=\"{x:.1}\" y=\"38\" width=\"11\" height=\"11\" fill=\"{}\"/>", variant.color());
         body += &text(x + 16.0, 48.0, 12, "start", variant.title());
         x += 34.0 + 7.0 * variant.title().len() as f64;
     }
@@ -104,13 +92,6 @@ pub fn bars(rounds: &Rounds) -> String {
 /// One panel for each axis: rates relative to one of everything, on a logarithmic scale of what grows.
 pub fn curves(points: &[Point]) -> String {
     let (panel, height, base) = (230.0, 170.0, 235.0);
-    let series = [
-        (Series::AllFlows, "#174ea6"),
-        (Series::OneFlow, "#4285f4"),
-        (Series::Connections, "#d9a441"),
-        (Series::PlainFlows, "#9aa0a6"),
-        (Series::PlainConnections, "#d0c8b8"),
-    ];
     let y = |ratio: f64| base - ratio.min(TOP) / TOP * height;
     let mut body = text(20.0, 24.0, 15, "start", "Rates relative to one of everything (medians; dashed: 15 % lost)");
     for (at, axis) in Axis::ALL.into_iter().enumerate() {
@@ -130,7 +111,7 @@ pub fn curves(points: &[Point]) -> String {
         }
         body += &text(left, base + 14.0, 10, "middle", "1");
         body += &text((left + right) / 2.0, base + 32.0, 12, "middle", axis.title());
-        for (one, color) in series {
+        for (one, _, color) in SERIES {
             let value = |point: &&Point| Some((point.count, point.relative.spread(one)?.p50));
             let found: Vec<(u32, f64)> = own.iter().filter_map(value).collect();
             if found.is_empty() {
@@ -146,10 +127,10 @@ pub fn curves(points: &[Point]) -> String {
         }
     }
     let mut x = 20.0;
-    for (one, color) in series {
+    for (_, title, color) in SERIES {
         body += &line((x, 44.0), (x + 18.0, 44.0), &format!("stroke=\"{color}\" stroke-width=\"2\""));
-        body += &text(x + 24.0, 48.0, 12, "start", one.title());
-        x += 45.0 + 6.5 * one.title().len() as f64;
+        body += &text(x + 24.0, 48.0, 12, "start", title);
+        x += 45.0 + 6.5 * title.len() as f64;
     }
     document(20 + 4 * panel as u32, 280, &body)
 }

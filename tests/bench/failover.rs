@@ -31,23 +31,20 @@ pub enum System {
 
 impl System {
     const ALL: [System; 3] = [System::Spillway, System::Keepalived, System::Fast];
+    const NAMES: [(&str, &str); 3] = [
+        ("spillway", "Spillway"),
+        ("keepalived", "keepalived (1 s), conntrackd"),
+        ("keepalived-fast", "keepalived (0.1 s), conntrackd"),
+    ];
 }
 
 impl Column for System {
     fn name(self) -> &'static str {
-        match self {
-            System::Spillway => "spillway",
-            System::Keepalived => "keepalived",
-            System::Fast => "keepalived-fast",
-        }
+        Self::NAMES[self as usize].0
     }
 
     fn title(self) -> &'static str {
-        match self {
-            System::Spillway => "Spillway",
-            System::Keepalived => "keepalived (1 s), conntrackd",
-            System::Fast => "keepalived (0.1 s), conntrackd",
-        }
+        Self::NAMES[self as usize].1
     }
 }
 

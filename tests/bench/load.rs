@@ -24,41 +24,31 @@ pub enum Metric {
 }
 
 impl Metric {
-    /// All, in the order of the tables.
-    pub const ALL: [Metric; 10] = [
-        Metric::UdpSmall,
-        Metric::UdpLarge,
-        Metric::Cpu,
-        Metric::TcpOut,
-        Metric::TcpIn,
-        Metric::Connections,
-        Metric::ConnectP50,
-        Metric::ConnectP99,
-        Metric::TripP50,
-        Metric::TripP99,
-    ];
-
     /// The name and the unit.
     pub fn title(self) -> (&'static str, &'static str) {
-        match self {
-            Metric::UdpSmall => ("UDP, 64 bytes", "kpps"),
-            Metric::UdpLarge => ("UDP, 1,400 bytes", "kpps"),
-            Metric::Cpu => ("CPU time per packet, whole path, UDP 64 bytes", "µs"),
-            Metric::TcpOut => ("TCP out of the pod", "Gbit/s"),
-            Metric::TcpIn => ("TCP into the pod", "Gbit/s"),
-            Metric::Connections => ("new TCP connections", "1/s"),
-            Metric::ConnectP50 => ("time to connect, p50", "µs"),
-            Metric::ConnectP99 => ("time to connect, p99", "µs"),
-            Metric::TripP50 => ("request and response, p50", "µs"),
-            Metric::TripP99 => ("request and response, p99", "µs"),
-        }
+        let (_, name, unit, _) = METRICS[self as usize];
+        (name, unit)
     }
 
     /// Whether a larger value is the better one.
     pub fn more_is_better(self) -> bool {
-        !matches!(self, Metric::Cpu | Metric::ConnectP50 | Metric::ConnectP99 | Metric::TripP50 | Metric::TripP99)
+        METRICS[self as usize].3
     }
 }
+
+/// All metrics in the order of the tables, with their names and units, and whether a larger value is the better one.
+pub const METRICS: [(Metric, &str, &str, bool); 10] = [
+    (Metric::UdpSmall, "UDP, 64 bytes", "kpps", true),
+    (Metric::UdpLarge, "UDP, 1,400 bytes", "kpps", true),
+    (Metric::Cpu, "CPU time per packet, whole path, UDP 64 bytes", "µs", false),
+    (Metric::TcpOut, "TCP out of the pod", "Gbit/s", true),
+    (Metric::TcpIn, "TCP into the pod", "Gbit/s", true),
+    (Metric::Connections, "new TCP connections", "1/s", true),
+    (Metric::ConnectP50, "time to connect, p50", "µs", false),
+    (Metric::ConnectP99, "time to connect, p99", "µs", false),
+    (Metric::TripP50, "request and response, p50", "µs", false),
+    (Metric::TripP99, "request and response, p99", "µs", false),
+];
 
 /// A load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

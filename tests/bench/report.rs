@@ -8,9 +8,9 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use super::figures::{self, BEYOND_EMPTY, Column, Figure, WITHOUT_HEADER, number, range};
-use super::load::Metric;
+use super::load::{METRICS, Metric};
 use super::rounds::Rounds;
-use super::scaling::{Point, Series};
+use super::scaling::{Point, SERIES};
 use super::targets::Reached;
 use super::variant::Variant;
 use super::{chart, failover, targets};
@@ -32,7 +32,7 @@ impl Findings {
     /// The variants that tables have, and what was measured because it was named.
     pub fn columns(&self) -> Vec<Variant> {
         let measured = |variant: &Variant| self.figures.iter().any(|figure| figure.values.contains_key(variant));
-        Variant::EVERY.into_iter().filter(|one| Variant::ALL.contains(one) || measured(one)).collect()
+        Variant::every().filter(|one| Variant::ALL.contains(one) || measured(one)).collect()
     }
 
     /// What this run says about the targets.
@@ -107,7 +107,11 @@ pub fn write_curves(docs: &Path, variant: Variant, points: &[Point]) -> Result<(
          ![scaling](scaling.svg)\n\n{}",
         machine(),
         variant.name(),
-        figures::table(&points.iter().map(|point| point.relative.clone()).collect::<Vec<_>>(), &Series::ALL, range)
+        figures::table(
+            &points.iter().map(|point| point.relative.clone()).collect::<Vec<_>>(),
+            &SERIES.map(|(series, ..)| series),
+            range
+        )
     );
     write_page(docs, "scaling.md", &page)?;
     write_page(docs, "scaling.svg", &chart::curves(points))
@@ -154,7 +158,7 @@ pub fn terminal(findings: &Findings) -> String {
     for figure in findings.figures.iter().filter(|figure| !figure.values.is_empty()) {
         let name = figure.name.replace(BEYOND_EMPTY, "").replace(WITHOUT_HEADER, ", no header");
         text += &line(&format!("{name} ({})", figure.unit), figure);
-        if !Metric::ALL.iter().any(|metric| figure.name.starts_with(metric.title().0)) {
+        if !METRICS.iter().any(|(_, name, ..)| figure.name.starts_with(name)) {
             continue;
         }
         text += &line("    of plain routing", &figure.relative(Variant::Plain, ""));

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use lab::Family;
 
 use super::figures::{Column, Figure, family_name};
-use super::load::{self, Load, Metric, Windows};
+use super::load::{self, Load, METRICS, Metric, Windows};
 use super::variant::{BenchLab, Variant};
 use xtask::progress::Step;
 
@@ -20,11 +20,10 @@ pub struct Rounds(BTreeMap<Key, Figure>);
 
 impl Default for Rounds {
     fn default() -> Self {
-        let figure = |metric: Metric, family| {
-            let (name, unit) = metric.title();
+        let figure = |(metric, name, unit, _): (Metric, &str, &str, bool), family| {
             ((metric, family), Figure::new(&format!("{name}, {}", family_name(family)), unit, []))
         };
-        let figures = Metric::ALL.into_iter().flat_map(|metric| Family::BOTH.map(|family| figure(metric, family)));
+        let figures = METRICS.into_iter().flat_map(|row| Family::BOTH.map(|family| figure(row, family)));
         Self(figures.collect())
     }
 }

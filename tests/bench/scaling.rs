@@ -78,21 +78,18 @@ pub enum Series {
     PlainConnections,
 }
 
-impl Series {
-    /// All, in the order of the tables.
-    pub const ALL: [Series; 5] =
-        [Series::AllFlows, Series::PlainFlows, Series::OneFlow, Series::Connections, Series::PlainConnections];
-}
+/// All series in the order of the tables, with their names in tables and charts, and their colours.
+pub const SERIES: [(Series, &str, &str); 5] = [
+    (Series::AllFlows, "packets, all flows in turn", "#174ea6"),
+    (Series::PlainFlows, "packets, plain routing", "#9aa0a6"),
+    (Series::OneFlow, "packets, one flow", "#4285f4"),
+    (Series::Connections, "new connections", "#d9a441"),
+    (Series::PlainConnections, "connections, plain routing", "#d0c8b8"),
+];
 
 impl Column for Series {
     fn name(self) -> &'static str {
-        match self {
-            Series::AllFlows => "packets, all flows in turn",
-            Series::PlainFlows => "packets, plain routing",
-            Series::OneFlow => "packets, one flow",
-            Series::Connections => "new connections",
-            Series::PlainConnections => "connections, plain routing",
-        }
+        SERIES[self as usize].1
     }
 }
 
@@ -128,9 +125,9 @@ pub fn measure(
                 _ => others(&base, &place, binaries, axis, count, rounds, windows),
             };
             let point = base.lab.while_frozen(|| place.lab.while_frozen(|| on_cpu(CPU, measured)))?;
-            let shown = Series::ALL
+            let shown = SERIES
                 .into_iter()
-                .filter_map(|series| Some(format!("{} {:.2}", series.title(), point.relative.spread(series)?.p50)));
+                .filter_map(|(series, title, _)| Some(format!("{title} {:.2}", point.relative.spread(series)?.p50)));
             step.end("✓", &shown.collect::<Vec<_>>().join(", "));
             points.push(point);
         }

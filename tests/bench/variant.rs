@@ -54,27 +54,48 @@ pub enum Variant {
     Logged,
 }
 
+/// All variants with their keys in the JSON output, the titles and colours of their columns, and the agents' configurations; none if there are
+/// no agents.
+const VARIANTS: [(Variant, &str, &str, &str, Option<&str>); 7] = [
+    (Variant::Plain, "plain", "plain routing", "#9aa0a6", None),
+    (Variant::Stock, "stock", "stock kernel", "#d9a441", None),
+    (Variant::Device, "device", "Spillway, device", "#8ab4f8", Some("transport: device\n")),
+    (Variant::Vxlan, "vxlan", "Spillway, vxlan", "#4285f4", Some("transport: vxlan\n")),
+    (Variant::Direct, "direct", "Spillway, direct", "#174ea6", Some("transport: direct\n")),
+    (
+        Variant::Bypass,
+        "bypass",
+        "Spillway, direct, firewall bypassed",
+        "#0b2350",
+        Some("transport: direct\nfirewall: bypass\n"),
+    ),
+    (
+        Variant::Logged,
+        "logged",
+        "Spillway, direct, flows logged",
+        "#5f6368",
+        Some("transport: direct\nflowLog: {mode: Flows, destinations: true}\n"),
+    ),
+];
+
 impl Variant {
     /// All, in the order of the tables.
     pub const ALL: [Variant; 6] =
         [Variant::Plain, Variant::Stock, Variant::Device, Variant::Vxlan, Variant::Direct, Variant::Bypass];
 
     /// Those, and what is measured only if it is named.
-    pub const EVERY: [Variant; 7] = {
-        let [plain, stock, device, vxlan, direct, bypass] = Self::ALL;
-        [plain, stock, device, vxlan, direct, bypass, Variant::Logged]
-    };
+    pub fn every() -> impl Iterator<Item = Variant> {
+        VARIANTS.into_iter().map(|(variant, ..)| variant)
+    }
+
+    /// The colour of its bars.
+    pub fn color(self) -> &'static str {
+        VARIANTS[self as usize].3
+    }
 
     /// The agents' configuration for it; `None` if there are no agents.
     fn config(self) -> Option<&'static str> {
-        match self {
-            Variant::Plain | Variant::Stock => None,
-            Variant::Device => Some("transport: device\n"),
-            Variant::Vxlan => Some("transport: vxlan\n"),
-            Variant::Direct => Some("transport: direct\n"),
-            Variant::Bypass => Some("transport: direct\nfirewall: bypass\n"),
-            Variant::Logged => Some("transport: direct\nflowLog: {mode: Flows, destinations: true}\n"),
-        }
+        VARIANTS[self as usize].4
     }
 
     /// Whether it is one of Spillway's.
@@ -85,27 +106,11 @@ impl Variant {
 
 impl Column for Variant {
     fn name(self) -> &'static str {
-        match self {
-            Variant::Plain => "plain",
-            Variant::Stock => "stock",
-            Variant::Device => "device",
-            Variant::Vxlan => "vxlan",
-            Variant::Direct => "direct",
-            Variant::Bypass => "bypass",
-            Variant::Logged => "logged",
-        }
+        VARIANTS[self as usize].1
     }
 
     fn title(self) -> &'static str {
-        match self {
-            Variant::Plain => "plain routing",
-            Variant::Stock => "stock kernel",
-            Variant::Device => "Spillway, device",
-            Variant::Vxlan => "Spillway, vxlan",
-            Variant::Direct => "Spillway, direct",
-            Variant::Bypass => "Spillway, direct, firewall bypassed",
-            Variant::Logged => "Spillway, direct, flows logged",
-        }
+        VARIANTS[self as usize].2
     }
 }
 
