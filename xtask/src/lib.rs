@@ -1,4 +1,4 @@
-//! What Spillway's developer commands share with the programs that they start: the benchmark and the soak, which are targets of the package
+//! What Spillway's developer commands share with the programs that they start: the demo, the benchmark and the soak, which are targets of the package
 //! `tests`.
 
 pub mod build;

@@ -1,8 +1,7 @@
 //! Spillway's developer commands: `cargo xtask setup | build | demo | bench | cluster | image | codegen | tidy | soak | test`. Each
-//! command is a module of its own, but for bench and soak ([`programs`]).
+//! command is a module of its own, but for demo, bench and soak ([`programs`]).
 
 mod codegen;
-mod demo;
 mod guest;
 mod programs;
 mod test;
@@ -25,7 +24,8 @@ enum Command {
     Setup(setup::Args),
     Build(build::Args),
     /// Watch Spillway work, and fail, in a small cluster of network namespaces
-    Demo(demo::Args),
+    #[command(disable_help_flag = true)]
+    Demo(programs::Args),
     /// Compare Spillway with plain routing and with a gateway of the stock kernel, on this machine
     #[command(disable_help_flag = true)]
     Bench(programs::Args),
@@ -52,7 +52,7 @@ fn main() -> ExitCode {
         Command::Tidy => tidy::run(),
         Command::Bench(args) => programs::run("bench", &args),
         Command::Soak(args) => programs::run("soak", &args),
-        Command::Demo(args) => return ended(demo::run(&args)),
+        Command::Demo(args) => programs::run("demo", &args),
         Command::Test(args) => return test::run(&args),
     };
     ended(result.map(|()| true))

@@ -1,4 +1,4 @@
-//! `cargo xtask bench` and `cargo xtask soak`: programs of the package `tests` that use the lab. They are compiled when they are asked for, and
+//! `cargo xtask demo`, `bench` and `soak`: programs of the package `tests` that use the lab. They are compiled when they are asked for, and
 //! read their arguments themselves.
 
 use std::ffi::OsString;

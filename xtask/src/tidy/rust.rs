@@ -15,8 +15,8 @@ const MAX_LINES: usize = 500;
 /// The one place where tests wait for a condition, by polling.
 const SLEEPER: &str = "tests/lab/wait.rs";
 
-/// Programs among the tests that let time pass while they measure.
-const MEASURING: [&str; 2] = ["tests/bench", "tests/soak"];
+/// Programs among the tests that let time pass.
+const PROGRAMS: [&str; 3] = ["tests/bench", "tests/demo", "tests/soak"];
 
 /// Words that say that something is not done. They are put together here so that this file passes its own rule.
 const UNDONE: [&str; 3] = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X")];
@@ -107,7 +107,7 @@ impl Reach {
         let mut reach = Self::default();
         for file in tree.keys().filter(|file| is_rust(file) && is_root(tree, file)) {
             let is_test = file.components().any(|part| part.as_os_str() == "tests")
-                && !MEASURING.iter().any(|folder| file.starts_with(folder));
+                && !PROGRAMS.iter().any(|folder| file.starts_with(folder));
             reach.follow(tree, file, true, is_test);
         }
         reach

@@ -17,7 +17,7 @@ use super::screen::Screen;
 use super::sightings::Sightings;
 use super::streams::Streams;
 use super::{Args, summary};
-use crate::{cluster, setup, workspace};
+use xtask::{cluster, setup, workspace};
 
 /// Where the server echoes, and where it streams.
 const ECHO_PORT: u16 = 80;

@@ -12,7 +12,7 @@ use super::super::flows::counts;
 use super::super::sightings::Watch;
 use super::super::streams::{intact, longest_pause};
 use super::{PATIENCE, seconds};
-use crate::demo::table::Table;
+use crate::table::Table;
 
 /// Longer than the leases that the gateways hold (15 s) and the deadlines that follow from them.
 const WITHOUT: Duration = Duration::from_secs(17);

@@ -17,7 +17,7 @@ use super::gateway::STREAMS_PER_POD;
 use super::{PATIENCE, seconds};
 
 /// The alerts that Spillway ships.
-pub const RULES: &str = include_str!("../../../../manifests/components/monitoring/rules.yaml");
+pub const RULES: &str = include_str!("../../../manifests/components/monitoring/rules.yaml");
 /// Prometheus's host number on the underlay.
 const PROMETHEUS: u8 = 201;
 const NODE: &str = "worker2";

@@ -227,7 +227,7 @@ pub fn moves(before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::demo::cluster::example;
+    use crate::cluster::example;
 
     #[test]
     fn the_example_has_the_delay_that_is_claimed() {

@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use super::claims::Claim;
 use super::table::{Table, wrap};
-use crate::progress::Step;
+use xtask::progress::Step;
 
 const WIDTH: usize = 100;
 const BOLD: &str = "1";

@@ -15,7 +15,7 @@ use super::flows;
 use super::screen::Screen;
 use super::sightings::Sightings;
 use super::streams::Streams;
-use crate::workspace;
+use xtask::workspace;
 
 /// Pods by name, node and label `app`. worker1 wires its pods as Calico does, worker2 behind a bridge as flannel does.
 const PODS: [(&str, &str, &str); 11] = [

@@ -14,7 +14,7 @@ use super::super::scenes::{seconds, spread};
 use super::super::streams::{Streams, intact, longest_pause};
 use super::super::table::Table;
 use super::{ECHO_PORT, PATIENCE, STREAM_PORT, Show, questions, server};
-use crate::workspace;
+use xtask::workspace;
 
 /// Pods `app: web`, and long-lived connections of each.
 const PODS: usize = 3;
@@ -267,7 +267,7 @@ fn gateway_returns(show: &mut Show) -> Result<()> {
     show.cluster.partition(&victim, false)?;
     let node = show.cluster.nodes().iter().find(|node| node.name == victim).context("no such node")?;
     show.cluster.start_node(node)?;
-    show.cluster.load_image(&crate::image::for_tests()?)?;
+    show.cluster.load_image(&xtask::image::for_tests()?)?;
     // Egress IPs that do not return are the claim's to judge.
     show.wait_carriers("web", &format!("the egress IPs of {victim} return"), |all| *all == home).ok();
     let returned = back.elapsed();

@@ -13,16 +13,20 @@ mod streams;
 mod table;
 
 use std::path::Path;
+use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
+use clap::Parser;
 
 use self::claims::Claims;
 use self::cluster::Show;
 use self::screen::Screen;
-use crate::{build, setup};
+use xtask::{build, ended, setup};
 
-#[derive(clap::Args)]
+/// Watch Spillway work, and fail, in a small cluster of network namespaces
+#[derive(Parser)]
+#[command(name = "cargo xtask demo", bin_name = "cargo xtask demo")]
 pub struct Args {
     /// Print only the claims, as JSON: {"claims": [{"name", "holds", "expected", "measured"}]}
     #[arg(long)]
@@ -41,8 +45,14 @@ pub struct Args {
     remove: bool,
 }
 
+fn main() -> ExitCode {
+    // SAFETY: no other thread runs yet.
+    unsafe { std::env::set_var("SPILLWAY_BIN", build::folder(false)) };
+    ended(run(&Args::parse()))
+}
+
 /// Shows everything. Returns whether all claims hold.
-pub fn run(args: &Args) -> Result<bool> {
+fn run(args: &Args) -> Result<bool> {
     match args {
         Args { remove: true, .. } => remove().map(|()| true),
         Args { cluster: true, .. } => on_kubernetes::demo(args),
