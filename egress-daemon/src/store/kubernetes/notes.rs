@@ -13,6 +13,10 @@ use tokio::sync::mpsc;
 
 /// How long sending one may take.
 const REQUEST: Duration = Duration::from_secs(5);
+/// The longest note that an API server accepts, in bytes.
+const LONGEST: usize = 1_024;
+/// The end of a note that was cut.
+const CUT: &str = " ...";
 
 /// Sends notes, one after the other.
 pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static str, mut notes: mpsc::Receiver<Note>) {
@@ -34,7 +38,7 @@ pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static s
         let event = Event {
             type_: if note.warning { EventType::Warning } else { EventType::Normal },
             reason: note.reason.to_owned(),
-            note: Some(note.message.clone()),
+            note: Some(cut(&note.message)),
             action: note.reason.to_owned(),
             secondary: None,
         };
@@ -43,5 +47,29 @@ pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static s
             Ok(Err(error)) => tracing::debug!(%about, %error, "cannot record an event"),
             Err(_) => tracing::debug!(%about, "cannot record an event: the API server does not answer"),
         }
+    }
+}
+
+/// A message, cut to the longest that is accepted. Conditions have longer ones.
+fn cut(message: &str) -> String {
+    match message.len() <= LONGEST {
+        true => message.to_owned(),
+        false => format!("{}{CUT}", &message[..message.floor_char_boundary(LONGEST - CUT.len())]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_note_has_at_most_the_length_that_the_api_server_accepts() {
+        let fits = "x".repeat(LONGEST);
+        assert_eq!(cut(&fits), fits);
+        assert_eq!(cut(&(fits.clone() + "x")), format!("{}{CUT}", &fits[CUT.len()..]));
+        // The last character would be cut in two.
+        let wide = "é".repeat(LONGEST);
+        let cut = cut(&format!("x{wide}"));
+        assert!(cut.len() == LONGEST - 1 && cut.ends_with(&format!("é{CUT}")), "{}", cut.len());
     }
 }
