@@ -2,6 +2,7 @@
 //! kept takes no memory and wakes nothing.
 
 use crate::store::Kind;
+use egress_objects::api::MAX_EGRESS_IPS_ANNOTATION;
 use serde_json::{Map, Value};
 use siphasher::sip128::{Hasher128, SipHasher13};
 use std::hash::Hasher;
@@ -23,7 +24,6 @@ const NODE: &[&str] = &[
     "metadata.uid",
     "metadata.creationTimestamp",
     "metadata.labels",
-    "metadata.annotations",
     "spec.podCIDR",
     "spec.podCIDRs",
     "spec.unschedulable",
@@ -31,6 +31,8 @@ const NODE: &[&str] = &[
     "status.conditions[].type",
     "status.conditions[].status",
 ];
+/// The annotations that are kept of a node: those that limit its egress IPs, ours and Antrea's.
+const NODE_ANNOTATIONS: [&str; 2] = [MAX_EGRESS_IPS_ANNOTATION, "node.antrea.io/max-egress-ips"];
 const NAMESPACE: &[&str] = &["metadata.name", "metadata.uid", "metadata.labels"];
 const CALICO_POOL: &[&str] = &["metadata.name", "metadata.uid", "spec.cidr", "spec.disabled", "spec.allowedUses"];
 const CILIUM_NODE: &[&str] = &["metadata.name", "metadata.uid", "spec.ipam.podCIDRs"];
@@ -75,6 +77,15 @@ pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
     let mut small = Value::Object(small);
     for path in kept {
         copy(object, &mut small, path);
+    }
+    if kind == Kind::Node
+        && let Some(all) = object.pointer("/metadata/annotations")
+    {
+        let kept = NODE_ANNOTATIONS.into_iter().filter_map(|key| Some((key.to_owned(), all.get(key)?.clone())));
+        let kept: Map<String, Value> = kept.collect();
+        if !kept.is_empty() {
+            small["metadata"]["annotations"] = Value::Object(kept);
+        }
     }
     if kind.names_networks() && small.get("spec").is_none() {
         small["spec"] = Value::Object(Map::new());
@@ -125,6 +136,7 @@ fn copy(from: &Value, to: &mut Value, path: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use k8s_openapi::api::core::v1::Node;
     use serde_json::json;
 
     #[test]
@@ -145,6 +157,20 @@ mod tests {
                 "spec": {"podCIDR": "10.0.0.0/24"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}})
         );
         assert!(Kind::Node.decode(first).is_ok());
+    }
+
+    #[test]
+    fn a_node_keeps_the_annotations_that_are_read_and_no_others() {
+        let node = |annotations: Value| json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "annotations": annotations}});
+        let (mut plain, mut noisy) = (node(json!({})), node(json!({"operator.example/heartbeat": "17"})));
+        assert_eq!(trim(Kind::Node, &mut plain), trim(Kind::Node, &mut noisy));
+        for key in NODE_ANNOTATIONS {
+            let mut limited = node(json!({key: "3", "operator.example/heartbeat": "17"}));
+            trim(Kind::Node, &mut limited);
+            assert_eq!(limited["metadata"]["annotations"], json!({key: "3"}));
+            let limited: Node = serde_json::from_value(limited).unwrap();
+            assert_eq!(egress_objects::translate::node(&limited, None).0.max_egress_ips, Some(3), "{key}");
+        }
     }
 
     #[test]
