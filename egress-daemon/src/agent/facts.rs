@@ -18,7 +18,10 @@ use k8s_openapi::{
     api::core::v1::{Namespace, Node},
     apimachinery::pkg::apis::meta::v1::Condition,
 };
-use kube::Resource;
+use kube::{
+    Resource,
+    core::object::{HasSpec, HasStatus},
+};
 use std::{
     collections::{BTreeMap, HashMap},
     net::IpAddr,
@@ -57,6 +60,21 @@ fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
 }
 
+/// Whether these objects of users are the same in all that is read here. Of a status that is at most its conditions: the controller
+/// writes numbers into it that change all the time.
+fn alike<T>(a: &[Arc<T>], b: &[Arc<T>], conditions: impl Fn(&T::Status) -> &[Condition]) -> bool
+where
+    T: Resource + HasSpec<Spec: PartialEq> + HasStatus,
+{
+    let identity = |object: &T| {
+        let meta = object.meta();
+        (meta.name.clone(), meta.namespace.clone(), meta.uid.clone(), meta.generation, meta.creation_timestamp.clone())
+    };
+    let told = |object: &T| object.status().map(&conditions).unwrap_or_default().to_vec();
+    let alike = |a: &T, b: &T| identity(a) == identity(b) && a.spec() == b.spec() && told(a) == told(b);
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b) || alike(a, b))
+}
+
 impl ObservedObjects {
     /// Reads the objects. Returns whether any has changed. Pods of other nodes are left out.
     pub fn read(&mut self, store: &Store, node: &NodeName) -> bool {
@@ -81,16 +99,16 @@ impl ObservedObjects {
         self.take(objects, partial)
     }
 
-    /// Replaces the objects. Returns whether any has changed. `partial`: EgressNodes are missing.
+    /// Replaces the objects. Returns whether anything has changed that is read here. `partial`: EgressNodes are missing.
     pub fn take(&mut self, objects: snapshot::ApiObjects, partial: bool) -> bool {
         let old = &self.objects;
         if partial == self.meant.partial
-            && same(&objects.policies, &old.policies)
-            && same(&objects.namespaced_policies, &old.namespaced_policies)
-            && same(&objects.pools, &old.pools)
-            && same(&objects.cilium_policies, &old.cilium_policies)
-            && same(&objects.egresses, &old.egresses)
-            && same(&objects.external_ip_pools, &old.external_ip_pools)
+            && alike(&objects.policies, &old.policies, |status| &status.conditions)
+            && alike(&objects.namespaced_policies, &old.namespaced_policies, |status| &status.conditions)
+            && alike(&objects.pools, &old.pools, |_| &[])
+            && alike(&objects.cilium_policies, &old.cilium_policies, |status| &status.conditions)
+            && alike(&objects.egresses, &old.egresses, |status| &status.conditions)
+            && alike(&objects.external_ip_pools, &old.external_ip_pools, |_| &[])
             && same(&objects.nodes, &old.nodes)
             && same(&objects.namespaces, &old.namespaces)
             && same(&objects.pods, &old.pods)
@@ -146,5 +164,66 @@ impl ObservedObjects {
     pub fn egress_ip_conditions(&self, address: IpAddr) -> impl Iterator<Item = &Condition> {
         let object = self.egress_ips.get(&egress_ip_name(address)).map(|at| &self.objects.egress_ips[*at]);
         object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use egress_objects::api::EgressIPPoolStatus;
+    use serde_json::{Value, json};
+
+    fn read<T: serde::de::DeserializeOwned>(value: Value) -> Arc<T> {
+        Arc::new(serde_json::from_value(value).unwrap())
+    }
+
+    fn objects() -> snapshot::ApiObjects {
+        let metadata = json!({"name": "web", "uid": "1", "generation": 1, "resourceVersion": "7"});
+        let ready = json!({"type": "Ready", "status": "True", "reason": "AsExpected", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"});
+        let slot = json!({"egressIP": "192.0.2.1", "epoch": 1, "healthy": true, "weight": 1, "endpoints": 3});
+        let pool = json!({"ipRanges": [{"cidr": "192.0.2.0/28"}]});
+        let policy = json!({
+            "selectors": [{"podSelector": {}}], "destinationCIDRs": ["0.0.0.0/0"], "egressIPPools": [{"name": "web"}],
+        });
+        snapshot::ApiObjects {
+            policies: vec![read(json!({
+                "apiVersion": "spillway.io/v1beta1", "kind": "EgressGatewayPolicy", "metadata": metadata, "spec": policy,
+                "status": {"selectedEndpoints": 3, "conditions": [ready], "slots": [slot], "egressIPs": "192.0.2.1"},
+            }))],
+            pools: vec![read(json!({
+                "apiVersion": "spillway.io/v1beta1", "kind": "EgressIPPool", "metadata": metadata, "spec": pool,
+            }))],
+            ..snapshot::ApiObjects::default()
+        }
+    }
+
+    #[test]
+    fn numbers_in_a_status_are_no_change_for_an_agent() {
+        let mut observed = ObservedObjects::default();
+        assert!(observed.take(objects(), false));
+        let mut other = objects();
+        let policy = Arc::make_mut(&mut other.policies[0]);
+        policy.metadata.resource_version = Some("8".into());
+        let status = policy.status.as_mut().unwrap();
+        status.selected_endpoints = 4;
+        status.slots[0].endpoints = Some(4);
+        Arc::make_mut(&mut other.pools[0]).status = Some(EgressIPPoolStatus::default());
+        assert!(!observed.take(other, false));
+
+        type Change = fn(&mut EgressGatewayPolicy);
+        let changes: [(&str, Change); 5] = [
+            ("another object of this name", |policy| policy.metadata.uid = Some("2".into())),
+            ("a new generation", |policy| policy.metadata.generation = Some(2)),
+            ("a new spec, as files have it before their record", |policy| policy.spec.destination_cidrs.clear()),
+            ("a condition", |policy| policy.status.as_mut().unwrap().conditions[0].status = "False".into()),
+            ("no status", |policy| policy.status = None),
+        ];
+        for (why, change) in changes {
+            let mut observed = ObservedObjects::default();
+            observed.take(objects(), false);
+            let mut other = objects();
+            change(Arc::make_mut(&mut other.policies[0]));
+            assert!(observed.take(other, false), "{why}");
+        }
     }
 }
