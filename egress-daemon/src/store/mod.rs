@@ -296,7 +296,14 @@ impl Store {
         let value = serde_json::to_value(object).map_err(unavailable)?;
         let written =
             self.backend.write(Write { verb, target: target.clone(), object: value, guard: self.guard.clone() }).await;
-        self.counts.note(T::KIND, verb, &written);
+        // A replacement that makes no new version was none: nothing differed, or the kind has no field for what did.
+        let version = |written: &Value| written.pointer("/metadata/resourceVersion").cloned();
+        let old = object.meta().resource_version.clone().map(Value::from);
+        let is_none = matches!(verb, Verb::Replace | Verb::ReplaceStatus)
+            && written.as_ref().is_ok_and(|written| version(written) == old);
+        if !is_none {
+            self.counts.note(T::KIND, verb, &written);
+        }
         serde_json::from_value(written?).map_err(unavailable)
     }
 }

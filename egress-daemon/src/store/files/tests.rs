@@ -47,6 +47,20 @@ async fn until<R>(changes: &mut Changes, mut condition: impl FnMut() -> Option<R
     tokio::time::timeout(Duration::from_secs(30), wait).await.expect("the condition never came true")
 }
 
+#[tokio::test]
+async fn a_replacement_that_changes_nothing_is_not_counted_as_a_write() {
+    let dir = directory();
+    let store = Files::open(dir.path()).unwrap();
+    let created = store.create(&egress_ip("192.0.2.1")).await.unwrap();
+    let status = EgressIPStatus { epoch: 3, ..EgressIPStatus::default() };
+    let changed = EgressIP { status: Some(status), ..created };
+    let written = store.replace_status(&changed).await.unwrap();
+    let again = store.replace_status(&written).await.unwrap();
+    assert_eq!(again.metadata.resource_version, written.metadata.resource_version);
+    let counted: Vec<u64> = store.counts().all().into_values().collect();
+    assert_eq!(counted, [1, 1], "one creation, one status: {:?}", store.counts());
+}
+
 fn policy(store: &Store) -> Option<Arc<EgressGatewayPolicy>> {
     store.get(&Key::cluster("web"))
 }
