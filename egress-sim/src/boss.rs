@@ -14,7 +14,7 @@ use egress_core::{
 };
 use egress_daemon::{
     controller::{
-        ControllerConfig,
+        ControllerConfig, retry,
         sight::{Judgement, Sight, delays, judged},
     },
     store::lease::CONTROLLER_LEASE,
@@ -31,7 +31,6 @@ use std::{
 };
 
 /// As in `controller::run`.
-const RETRY: Duration = Duration::from_millis(100);
 const RESYNC: Duration = Duration::from_secs(60);
 
 /// How long a removed node keeps its blocks.
@@ -64,6 +63,7 @@ struct Leading {
     /// It has read all that its predecessor may have written.
     fresh: bool,
     seen: Option<Inputs>,
+    failures: u32,
     due: Duration,
     delays: BTreeSet<Duration>,
     applying: Option<Applying>,
@@ -147,7 +147,8 @@ impl Boss {
             None => self.leading = None,
             Some(epoch) if self.leading.as_ref().is_none_or(|leading| leading.epoch != epoch) => {
                 let (due, delays) = (Duration::ZERO, BTreeSet::new());
-                self.leading = Some(Leading { epoch, fresh: false, seen: None, due, delays, applying: None });
+                let (fresh, seen, failures) = (false, None, 0);
+                self.leading = Some(Leading { epoch, fresh, seen, failures, due, delays, applying: None });
                 out.push(Effect::Refresh);
                 return;
             }
@@ -160,7 +161,11 @@ impl Boss {
             return;
         };
         let inputs = self.inputs(&health, &leading.delays, squeeze);
-        if now >= leading.due || leading.seen.as_ref() != Some(&inputs) {
+        let is_news = match &leading.seen {
+            Some(seen) if leading.failures > 0 => seen.gateways != inputs.gateways,
+            seen => seen.as_ref() != Some(&inputs),
+        };
+        if now >= leading.due || is_news {
             self.round(&mut leading, &health, inputs, (now, squeeze), reader);
         }
         self.next = self.sight.gateways.next_deadline(&leading.delays, now).unwrap_or(leading.due).min(leading.due);
@@ -236,8 +241,9 @@ impl Boss {
                 Some(stage) => stage,
                 None => {
                     let failed = applying.failed;
-                    leading.seen = (!failed).then(|| applying.inputs.clone());
-                    leading.due = now + if failed { RETRY } else { RESYNC };
+                    leading.failures = if failed { leading.failures + 1 } else { 0 };
+                    leading.seen = (leading.failures != 1).then(|| applying.inputs.clone());
+                    leading.due = now + if failed { retry(leading.failures) } else { RESYNC };
                     leading.applying = None;
                     self.next = if failed { leading.due } else { now };
                     break;

@@ -1,18 +1,21 @@
 //! Writes the desired objects that differ from the actual ones.
 
-use crate::store::{Key, Store, StoreError, Stored};
+use crate::store::{Key, ObjectRef, Store, StoreError, Stored};
+use egress_core::plan::Reason;
 use egress_objects::api::{
     CiliumEgressGatewayPolicy, Egress, EgressGatewayPolicy, EgressGatewayPolicyStatus, EgressIP, EgressIPPool,
-    EgressIPStatus, EgressNode, EgressPolicy, ExternalIPPool,
+    EgressIPStatus, EgressNode, EgressPolicy, EgressStatus, ExternalIPPool,
 };
 use egress_objects::snapshot::Desired;
 use futures::stream::{self, StreamExt};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta};
 use kube::core::object::HasStatus;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Writes in flight at once.
 const CONCURRENT: usize = 16;
+/// The reason of the conditions of a policy that some nodes have not carried out yet. Their messages count these nodes.
+const PROGRAMMING: &str = "Programming";
 
 /// Which differences are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,13 +27,28 @@ pub(super) enum Differences {
     News,
 }
 
+/// What is written.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scope<'a> {
+    /// Which differences.
+    pub(super) which: Differences,
+    /// The objects that are left alone, because the last write of their status failed a moment ago.
+    pub(super) waiting: &'a BTreeSet<ObjectRef>,
+}
+
 /// The result of writing.
 #[derive(Debug, Default)]
 pub(super) struct Applied {
     pub(super) writes: u64,
+    /// How many of them wrote nothing but numbers of pods, and what follows from them.
+    pub(super) numbers: u64,
     /// Whether a difference that is no news was not written.
     pub(super) outdated: bool,
+    /// Errors of Spillway's own objects: the plan is not in force.
     pub(super) errors: Vec<StoreError>,
+    /// Errors of what no node waits for: statuses of objects that users write. Conflicts are not
+    /// among them: the store shows a newer version soon, and that is a reason for another round.
+    pub(super) minor: Vec<StoreError>,
 }
 
 impl Applied {
@@ -41,9 +59,27 @@ impl Applied {
 
     fn add(&mut self, result: Result<Written, StoreError>) {
         match result {
-            Ok(Written::Times(writes)) => self.writes += writes,
-            Ok(Written::Later) => self.outdated = true,
+            Ok(written) => self.count(written),
             Err(error) => self.errors.push(error),
+        }
+    }
+
+    fn add_minor(&mut self, result: Result<Written, StoreError>) {
+        match result {
+            Ok(written) => self.count(written),
+            Err(error) if error.is_conflict() => tracing::debug!(%error, "there is a newer version"),
+            Err(error) => self.minor.push(error),
+        }
+    }
+
+    fn count(&mut self, written: Written) {
+        match written {
+            Written::Times(writes) => self.writes += writes,
+            Written::Numbers(writes) => {
+                self.writes += writes;
+                self.numbers += writes;
+            }
+            Written::Later => self.outdated = true,
         }
     }
 }
@@ -52,15 +88,23 @@ impl Applied {
 enum Written {
     /// It was written, in this many writes.
     Times(u64),
+    /// The same, and no more than numbers of pods differed.
+    Numbers(u64),
     /// It differs, but not in news.
     Later,
 }
 
-/// Writes all differences: egress IPs and their gateways first, then what source nodes may use, then what users read; then deletes what is
-/// no longer needed. An egress IP never names a carrier whose object most agents do not see yet: while its object is missing they would
-/// begin to follow all nodes (`store::kubernetes::needed`). A failure does not stop the rest, except that nothing is deleted after an
-/// error. An object that somebody else has written since `desired` was made is left as it is.
-pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
+/// 1 if a write made a new version. A store that has no place for anything that differs makes none.
+fn times<T: Stored>(before: &T, after: &T) -> u64 {
+    u64::from(before.meta().resource_version != after.meta().resource_version)
+}
+
+/// Writes the differences: egress IPs and their gateways first, then what source nodes may use, then what users read; then deletes what is
+/// no longer needed. An egress IP never names a carrier whose object most agents do not see yet: while its object
+/// is missing they would begin to follow all nodes (`store::kubernetes::needed`). A failure does not stop the rest, except that nothing
+/// is deleted after an error of Spillway's own objects. An object that somebody else has written since `desired` was made is left as it
+/// is.
+pub(super) async fn apply(store: &Store, desired: Desired, scope: Scope<'_>) -> Applied {
     let Desired { egress_ips, egress_nodes, .. } = &desired;
     let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);
     let mut unwanted_ips = store.list::<EgressIP>();
@@ -68,7 +112,7 @@ pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
     let mut unwanted_nodes = store.list::<EgressNode>();
     unwanted_nodes.retain(|object| !wanted(&object.metadata.name, &|name| egress_nodes.contains_key(name)));
 
-    let mut applied = apply_part(store, desired, Differences::All).await;
+    let mut applied = apply_part(store, desired, scope).await;
     if applied.errors.is_empty() {
         for object in unwanted_ips {
             applied.add(store.delete(object.as_ref()).await.map(|()| Written::Times(1)));
@@ -80,8 +124,14 @@ pub(super) async fn apply(store: &Store, desired: Desired) -> Applied {
     applied
 }
 
+impl Scope<'_> {
+    fn is_waiting<T: Stored>(&self, key: &Key) -> bool {
+        !self.waiting.is_empty() && self.waiting.contains(&ObjectRef { kind: T::KIND, key: key.clone() })
+    }
+}
+
 /// The same for some objects: nothing is deleted.
-pub(super) async fn apply_part(store: &Store, desired: Desired, which: Differences) -> Applied {
+pub(super) async fn apply_part(store: &Store, desired: Desired, scope: Scope<'_>) -> Applied {
     let mut applied = Applied::default();
     let Desired { egress_ips, egress_nodes, policies, namespaced_policies, pools, .. } = desired;
     let Desired { cilium_policies, egresses, external_ip_pools, .. } = desired;
@@ -89,28 +139,49 @@ pub(super) async fn apply_part(store: &Store, desired: Desired, which: Differenc
         .into_values()
         .partition(|object| object.is_shown(store.get::<EgressNode>(&Key::of(object)).as_deref()));
     write_nodes(store, &mut applied, shown).await;
-    let writes = egress_ips.into_values().map(|object| egress_ip(store, object, which));
-    gather(&mut applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    let writes = egress_ips.into_values().map(|object| egress_ip(store, object, scope.which));
+    gather(stream::iter(writes).buffer_unordered(CONCURRENT), |result| applied.add(result)).await;
     write_nodes(store, &mut applied, others).await;
-    let is_news = |old: &_, new: &_| which == Differences::All || is_news_of_policy(old, new);
-    statuses::<EgressGatewayPolicy>(store, &mut applied, policies, is_news).await;
-    statuses::<EgressPolicy>(store, &mut applied, namespaced_policies, is_news).await;
-    statuses::<CiliumEgressGatewayPolicy>(store, &mut applied, cilium_policies, is_news).await;
-    statuses::<Egress>(store, &mut applied, egresses, |_, _| true).await;
-    statuses::<EgressIPPool>(store, &mut applied, pools, |_, _| true).await;
-    statuses::<ExternalIPPool>(store, &mut applied, external_ip_pools, |_, _| true).await;
+    statuses::<EgressGatewayPolicy>(store, &mut applied, policies, scope, is_news_of_policy).await;
+    statuses::<EgressPolicy>(store, &mut applied, namespaced_policies, scope, is_news_of_policy).await;
+    statuses::<CiliumEgressGatewayPolicy>(store, &mut applied, cilium_policies, scope, is_news_of_policy).await;
+    statuses::<Egress>(store, &mut applied, egresses, scope, is_news_of_egress).await;
+    statuses::<EgressIPPool>(store, &mut applied, pools, scope, |_, _| true).await;
+    statuses::<ExternalIPPool>(store, &mut applied, external_ip_pools, scope, |_, _| true).await;
     applied
 }
 
-/// Whether two statuses of a policy differ in more than the numbers of its pods, which messages contain, too.
+/// Whether two statuses of a policy differ in more than numbers of pods. Whether it has any is no mere number: its author looks at that
+/// right after writing it.
 pub(super) fn is_news_of_policy(old: &EgressGatewayPolicyStatus, new: &EgressGatewayPolicyStatus) -> bool {
     let uncounted = |status: &EgressGatewayPolicyStatus| {
-        let mut status = EgressGatewayPolicyStatus { selected_endpoints: 0, ..status.clone() };
+        let mut status = status.clone();
+        status.selected_endpoints = status.selected_endpoints.min(1);
         status.slots.iter_mut().for_each(|slot| slot.endpoints = None);
-        status.conditions.iter_mut().for_each(|condition| condition.message.clear());
+        uncount(&mut status.conditions);
         status
     };
     uncounted(old) != uncounted(new)
+}
+
+/// The same of an Egress, where only messages have numbers.
+pub(super) fn is_news_of_egress(old: &EgressStatus, new: &EgressStatus) -> bool {
+    let uncounted = |status: &EgressStatus| {
+        let mut status = status.clone();
+        uncount(&mut status.conditions);
+        status
+    };
+    uncounted(old) != uncounted(new)
+}
+
+/// Removes messages that count pods, or nodes that have not carried a policy out yet.
+fn uncount(conditions: &mut [Condition]) {
+    let counts = |condition: &&mut Condition| {
+        let reasons = [Reason::AsExpected, Reason::DoesNotFit, Reason::PodWithoutInterface, Reason::PodNotStarted];
+        let waits = condition.reason == PROGRAMMING;
+        waits || reasons.iter().any(|reason| reason.as_str() == condition.reason)
+    };
+    conditions.iter_mut().filter(counts).for_each(|condition| condition.message.clear());
 }
 
 /// Whether two statuses of an egress IP differ in more than the share of each node, which counts where blocks are scarce.
@@ -128,35 +199,41 @@ async fn statuses<T>(
     store: &Store,
     applied: &mut Applied,
     wanted: BTreeMap<String, T::Status>,
+    scope: Scope<'_>,
     is_news: impl Fn(&T::Status, &T::Status) -> bool,
 ) where
     T: Stored + HasStatus<Status: PartialEq>,
 {
     let is_news = &is_news;
-    let writes = wanted.into_iter().map(|(name, wanted)| status::<T>(store, name, wanted, is_news));
-    gather(applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    let tried = wanted.into_iter().map(|(name, wanted)| (Key::parse(&name), wanted));
+    let tried = tried.filter(|(key, _)| !scope.is_waiting::<T>(key));
+    let writes = tried.map(|(key, wanted)| status::<T>(store, key, wanted, scope.which, is_news));
+    gather(stream::iter(writes).buffer_unordered(CONCURRENT), |result| applied.add_minor(result)).await;
 }
 
-async fn gather(applied: &mut Applied, mut results: impl StreamExt<Item = Result<Written, StoreError>> + Unpin) {
+async fn gather(
+    mut results: impl StreamExt<Item = Result<Written, StoreError>> + Unpin,
+    mut add: impl FnMut(Result<Written, StoreError>),
+) {
     while let Some(result) = results.next().await {
-        applied.add(result);
+        add(result);
     }
 }
 
 async fn egress_ip(store: &Store, wanted: EgressIP, which: Differences) -> Result<Written, StoreError> {
+    let mut news = true;
     let (written, writes) = match store.get::<EgressIP>(&Key::of(&wanted)) {
         None => (store.create(&wanted).await?, 1),
         Some(current) if current.spec != wanted.spec || !same_labels(&current.metadata, &wanted.metadata) => {
             (store.replace(&wanted).await?, 1)
         }
         Some(current) if current.status != wanted.status => {
-            if let Some((old, new)) = current.status.as_ref().zip(wanted.status.as_ref())
-                && !is_news_of_egress_ip(old, new)
-            {
-                match (is_far(old, new), which) {
+            if let Some((old, new)) = current.status.as_ref().zip(wanted.status.as_ref()) {
+                news = is_news_of_egress_ip(old, new);
+                match (news || is_far(old, new), news || which == Differences::All) {
                     (false, _) => return Ok(Written::Times(0)),
-                    (true, Differences::News) => return Ok(Written::Later),
-                    (true, Differences::All) => {}
+                    (true, false) => return Ok(Written::Later),
+                    (true, true) => {}
                 }
             }
             let metadata = wanted.metadata.clone();
@@ -168,7 +245,7 @@ async fn egress_ip(store: &Store, wanted: EgressIP, which: Differences) -> Resul
         return Ok(Written::Times(writes));
     }
     store.replace_status(&EgressIP { status: wanted.status, ..written }).await?;
-    Ok(Written::Times(writes + 1))
+    Ok(if news { Written::Times(writes + 1) } else { Written::Numbers(1) })
 }
 
 /// Whether two objects have the same labels; absent labels equal an empty list.
@@ -178,7 +255,7 @@ fn same_labels(a: &ObjectMeta, b: &ObjectMeta) -> bool {
 
 async fn write_nodes(store: &Store, applied: &mut Applied, objects: Vec<EgressNode>) {
     let writes = objects.into_iter().map(|object| egress_node(store, object));
-    gather(applied, stream::iter(writes).buffer_unordered(CONCURRENT)).await;
+    gather(stream::iter(writes).buffer_unordered(CONCURRENT), |result| applied.add(result)).await;
 }
 
 async fn egress_node(store: &Store, wanted: EgressNode) -> Result<Written, StoreError> {
@@ -193,21 +270,24 @@ async fn egress_node(store: &Store, wanted: EgressNode) -> Result<Written, Store
 
 async fn status<T>(
     store: &Store,
-    name: String,
+    key: Key,
     status: T::Status,
+    which: Differences,
     is_news: impl Fn(&T::Status, &T::Status) -> bool,
 ) -> Result<Written, StoreError>
 where
     T: Stored + HasStatus<Status: PartialEq>,
 {
-    match store.get::<T>(&Key::parse(&name)) {
+    match store.get::<T>(&key) {
         Some(current) if current.status() != Some(&status) => {
-            if !current.status().is_none_or(|old| is_news(old, &status)) {
+            let news = current.status().is_none_or(|old| is_news(old, &status));
+            if !news && which == Differences::News {
                 return Ok(Written::Later);
             }
             let mut object = current.as_ref().clone();
             *object.status_mut() = Some(status);
-            store.replace_status(&object).await.map(|_| Written::Times(1))
+            let writes = times(&object, &store.replace_status(&object).await?);
+            Ok(if news { Written::Times(writes) } else { Written::Numbers(writes) })
         }
         _ => Ok(Written::Times(0)),
     }

@@ -14,13 +14,15 @@ mod run;
 pub mod sight;
 #[cfg(test)]
 mod tests;
+mod unwritten;
 
 pub use events::Event;
 pub(crate) use run::objects;
-pub use run::run;
+pub use run::{retry, run};
 
 use crate::config::DRAIN_TIMEOUT;
-use egress_core::health::LeaseTimes;
+use egress_core::{health::LeaseTimes, model::PolicyId};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// How a controller behaves.
@@ -67,6 +69,15 @@ pub struct ControllerReport {
     pub writes: u64,
     /// How long the last plan took to make.
     pub planning: Duration,
-    /// What went wrong in the last round.
+    /// What failed the last round.
     pub error: Option<String>,
+    /// How many objects have an old status, because the new one cannot be written. That fails no round.
+    pub unwritten: usize,
+    /// How many pods each policy selects, by the plan; empty while another one leads.
+    pub endpoints: BTreeMap<PolicyId, u32>,
+}
+
+/// How long to wait after that many failures in a row: `first` after one, twice as long after each further one, up to `longest`.
+fn pause(first: Duration, longest: Duration, failures: u32) -> Duration {
+    first.saturating_mul(2_u32.saturating_pow(failures.saturating_sub(1))).min(longest)
 }

@@ -1,9 +1,10 @@
 //! The loop.
 
-use super::apply::{Applied, Differences, apply, apply_part};
+use super::apply::{Applied, Differences, Scope, apply, apply_part};
 use super::partial::{Known, Revisions};
 use super::sight::{Judgement, Sight, delays, judged};
-use super::{ControllerConfig, ControllerReport, Event, drains, remarks};
+use super::unwritten::Unwritten;
+use super::{ControllerConfig, ControllerReport, Event, drains, pause, remarks};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
 use crate::store::{Key, Store, StoreProblem};
 use egress_core::{
@@ -28,10 +29,25 @@ use tokio::sync::watch;
 
 /// How soon a failed round is retried.
 const RETRY: Duration = Duration::from_millis(100);
-/// How soon objects have their numbers of pods, after the last round that left them out.
-const COUNTS_WITHIN: Duration = Duration::from_secs(5);
+/// The same after many failures in a row.
+const RETRY_AT_MOST: Duration = Duration::from_secs(5);
+/// How soon objects have their numbers of pods, after a round that left them out, if few objects have new ones.
+const NUMBERS_WITHIN: Duration = Duration::from_secs(5);
+/// How long no numbers are written after each write of nothing else: one write a second on average, however many policies and pods there
+/// are. Each is sent to every agent.
+const PER_NUMBER: Duration = Duration::from_secs(1);
 /// How often a round is made although nothing requires it.
 const RESYNC: Duration = Duration::from_secs(60);
+
+/// How soon a round is retried after that many failed ones in a row.
+pub fn retry(failures: u32) -> Duration {
+    pause(RETRY, RETRY_AT_MOST, failures)
+}
+
+/// How long no numbers of pods are written after so many writes of nothing else.
+pub(super) fn rest(written: u64) -> Duration {
+    PER_NUMBER.saturating_mul(u32::try_from(written).unwrap_or(u32::MAX)).max(NUMBERS_WITHIN)
+}
 
 /// Everything that a plan is made from.
 pub(crate) fn objects(store: &Store) -> ApiObjects {
@@ -103,12 +119,19 @@ struct Controller {
 struct Leading {
     epoch: u64,
     store: Store,
-    /// What the last round that succeeded was made from.
+    /// What the last round was made from. `None` before the first one, and after the first of several that failed: its retry comes
+    /// with the next change, because there is one after a conflict.
     seen: Option<Inputs>,
-    /// What is known since then; the plan is the one that was reported to users.
+    /// What is known since then, if it succeeded; the plan is the one that was reported to users.
     known: Option<Known>,
+    /// How many rounds in a row have failed.
+    failures: u32,
     /// When to make a round although nothing changed.
     due: Duration,
+    /// When numbers of pods may be written again.
+    numbers: Duration,
+    /// What could not be written, and fails no round.
+    unwritten: Unwritten,
     /// After which delays an egress IP may go back to its preferred gateway.
     delays: BTreeSet<Duration>,
     /// The last plan that was reported to users.
@@ -119,6 +142,28 @@ struct Leading {
     doubts: Vec<Event>,
     /// The policies that are gone.
     departed: Departed,
+}
+
+impl Leading {
+    /// Whether what has changed is a reason for a round. While rounds fail again and again, only gateways that came, died or proved
+    /// themselves are: anything else waits for the retry.
+    fn is_news(&self, inputs: &Inputs) -> bool {
+        match &self.seen {
+            Some(seen) if self.failures > 0 => seen.gateways != inputs.gateways,
+            seen => seen.as_ref() != Some(inputs),
+        }
+    }
+
+    /// Takes in how a round ended; `due` is when the next one is due if all is well.
+    fn take_in(&mut self, applied: &Applied, inputs: Inputs, known: Known, due: Duration, now: Duration) {
+        let failed = !applied.errors.is_empty();
+        self.failures = if failed { self.failures + 1 } else { 0 };
+        self.seen = (self.failures != 1).then_some(inputs);
+        self.known = (!failed).then_some(known);
+        let retry = failed.then(|| now + retry(self.failures));
+        let numbers = applied.outdated.then(|| self.numbers.max(now + NUMBERS_WITHIN));
+        self.due = [retry, numbers, self.unwritten.next()].into_iter().flatten().fold(due, Duration::min);
+    }
 }
 
 /// What a plan depends on, in a form that is cheap to compare.
@@ -146,24 +191,30 @@ impl Controller {
                 // The previous leader's last writes must be known before anything is assigned.
                 self.store.refresh().await;
                 let store = self.store.guarded(self.lease.clone(), epoch);
-                let (due, delays) = (Duration::ZERO, BTreeSet::new());
-                let (refused, doubts, departed) = (BTreeMap::new(), Vec::new(), Departed::default());
                 self.leading = Some(Leading {
                     epoch,
                     store,
                     seen: None,
                     known: None,
-                    due,
-                    delays,
+                    failures: 0,
+                    due: Duration::ZERO,
+                    numbers: Duration::ZERO,
+                    unwritten: Unwritten::default(),
+                    delays: BTreeSet::new(),
                     told: None,
-                    refused,
-                    doubts,
-                    departed,
+                    refused: BTreeMap::new(),
+                    doubts: Vec::new(),
+                    departed: Departed::default(),
                 });
             }
             Some(_) => {}
         }
-        self.report.send_if_modified(|report| std::mem::replace(&mut report.epoch, epoch) != epoch);
+        self.report.send_if_modified(|report| {
+            if epoch.is_none() {
+                (report.unwritten, report.endpoints) = (0, BTreeMap::new());
+            }
+            std::mem::replace(&mut report.epoch, epoch) != epoch
+        });
         let now = self.start.elapsed();
         let health = self.sight.gateways.health(now);
         let soon = now + Duration::from_millis(1);
@@ -174,7 +225,7 @@ impl Controller {
         // Taken before the objects are read: what changes while the plan is made is a reason for another round.
         let inputs = self.inputs(&health, &leading.delays);
         let due = now >= leading.due;
-        if due || leading.seen.as_ref() != Some(&inputs) && !self.partial_round(&mut leading, &health, &inputs).await {
+        if due || leading.is_news(&inputs) && !self.partial_round(&mut leading, &health, &inputs).await {
             self.round(&mut leading, &health, inputs).await;
         }
         let next = self.sight.gateways.next_deadline(&leading.delays, now).unwrap_or(leading.due).min(leading.due);
@@ -201,17 +252,13 @@ impl Controller {
             return false;
         };
         let planning = started.elapsed();
-        let applied = apply_part(&leading.store, wanted, Differences::News).await;
+        let waiting = leading.unwritten.waiting(self.start.elapsed());
+        let applied = apply_part(&leading.store, wanted, Scope { which: Differences::News, waiting: &waiting }).await;
         // Owners and the states of conditions have not changed: there is nothing to report to users.
-        self.report(&applied, planning, true);
-        if applied.outdated {
-            leading.due = leading.due.min(self.start.elapsed() + COUNTS_WITHIN);
-        }
-        if applied.errors.is_empty() {
-            (leading.seen, leading.known) = (Some(inputs.clone()), Some(known));
-        } else {
-            (leading.seen, leading.due) = (None, self.start.elapsed() + RETRY);
-        }
+        let now = self.start.elapsed();
+        leading.unwritten.failed(&applied.minor, now);
+        self.report(leading, &applied, planning, true);
+        leading.take_in(&applied, inputs.clone(), known, leading.due, now);
         true
     }
 
@@ -235,19 +282,24 @@ impl Controller {
         let known = Known::new(memo, problems, &wanted);
         let drained = drains::next(wanted.egress_ips.values(), drain_timeout, time.0);
         let planning = started.elapsed();
-        let applied = apply(&leading.store, wanted).await;
-        self.report_round(leading, before, after, (refused, doubts), &applied);
-        self.report(&applied, planning, false);
         let now = self.start.elapsed();
+        let which = if now < leading.numbers { Differences::News } else { Differences::All };
+        let waiting = leading.unwritten.waiting(now);
+        let applied = apply(&leading.store, wanted, Scope { which, waiting: &waiting }).await;
+        let now = self.start.elapsed();
+        leading.unwritten.tried(&waiting, &applied.minor);
+        leading.unwritten.failed(&applied.minor, now);
+        if which == Differences::All {
+            leading.numbers = now + rest(applied.numbers);
+        }
+        self.report_round(leading, before, after, (refused, doubts), &applied);
+        self.report(leading, &applied, planning, false);
         self.observe_nodes(known.memo.snapshot(), &objects, now);
         leading.delays = delays(known.memo.snapshot());
         inputs.gateways = self.inputs(health, &leading.delays).gateways;
-        let failed = !applied.errors.is_empty();
-        leading.seen = (!failed).then_some(inputs);
-        leading.known = (!failed).then_some(known);
-        let due = now + if failed { RETRY } else { RESYNC };
         let drained = drained.map(|left| now + left);
-        leading.due = leading.departed.next_deadline().into_iter().chain(drained).fold(due, Duration::min);
+        let due = leading.departed.next_deadline().into_iter().chain(drained).fold(now + RESYNC, Duration::min);
+        leading.take_in(&applied, inputs, known, due, now);
     }
 
     fn observe_nodes(&mut self, snapshot: &Snapshot, objects: &ApiObjects, now: Duration) {
@@ -287,7 +339,7 @@ impl Controller {
     }
 
     /// Reports the outcome of a round to programs, and its errors to everybody.
-    fn report(&self, applied: &Applied, planning: Duration, partial: bool) {
+    fn report(&self, leading: &Leading, applied: &Applied, planning: Duration, partial: bool) {
         for error in &applied.errors {
             if error.is_conflict() || applied.is_fenced() {
                 tracing::debug!(%error, "the round is retried");
@@ -301,6 +353,9 @@ impl Controller {
             report.writes += applied.writes;
             report.planning = planning;
             report.error = applied.errors.first().map(ToString::to_string);
+            report.unwritten = leading.unwritten.count();
+            let outcomes = leading.told.iter().flat_map(|plan| &plan.outcomes);
+            report.endpoints = outcomes.map(|(policy, outcome)| (policy.clone(), outcome.endpoints)).collect();
         });
     }
 }

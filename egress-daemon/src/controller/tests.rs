@@ -1,10 +1,12 @@
 //! Controllers on a real directory, with gateways that are nothing but leases.
 
 mod drains;
+mod failures;
 mod networks;
+mod numbers;
 mod tenancy;
 
-use super::apply::{apply, is_far, is_news_of_egress_ip, is_news_of_policy};
+use super::apply::{Differences, Scope, apply, is_far, is_news_of_egress_ip, is_news_of_policy};
 use super::*;
 use crate::store::lease::{LEASE_NAMESPACE, LeaseKeeper, LeaseTerms, gateway_lease};
 use crate::store::{Changes, Files, Key, Store};
@@ -124,7 +126,10 @@ fn controller(dir: &Path, identity: &str) -> Running {
 }
 
 fn controller_with(dir: &Path, identity: &str, change: impl FnOnce(&mut ControllerConfig)) -> Running {
-    let store = Files::open(dir).unwrap();
+    controller_on(Files::open(dir).unwrap(), identity, change)
+}
+
+fn controller_on(store: Store, identity: &str, change: impl FnOnce(&mut ControllerConfig)) -> Running {
     let mut config = ControllerConfig::new(identity.to_owned());
     config.lease_duration = Duration::from_secs(1);
     config.renew_every = Duration::from_millis(200);
@@ -341,7 +346,8 @@ async fn every_agent_sees_the_object_of_a_gateway_before_an_egress_ip_names_it()
     let world = ControllerFixture::new();
     // One gateway's agent is there already.
     world.store.create(&EgressNode::joining("gw1", false)).await.unwrap();
-    let applied = apply(&world.store, wanted(&world.store).1).await;
+    let scope = Scope { which: Differences::All, waiting: &BTreeSet::new() };
+    let applied = apply(&world.store, wanted(&world.store).1, scope).await;
     assert!(applied.errors.is_empty(), "{:?}", applied.errors);
     let version = |meta: &ObjectMeta| meta.resource_version.as_ref().unwrap().parse::<u64>().unwrap();
     let ips: Vec<u64> = world.store.list::<EgressIP>().iter().map(|ip| version(&ip.metadata)).collect();

@@ -19,7 +19,7 @@ use crate::{
 use axum::{
     Router, extract::State, http::StatusCode, http::header::CONTENT_TYPE, response::IntoResponse, routing::get,
 };
-use egress_common::port_block;
+use egress_common::{limits::MAX_ACCOUNTS, port_block};
 use egress_core::agent::takeovers;
 use egress_node::{
     datapath::{Pins, maps::Maps},
@@ -45,6 +45,9 @@ use tokio::{
     sync::{Mutex, watch},
     task::JoinSet,
 };
+
+/// How many policies the controller counts the pods of; those of further ones are counted together. As many as an agent has accounts.
+const MAX_POLICIES: usize = MAX_ACCOUNTS;
 
 /// What is measured and whether the process is ready; each part only in processes that have it.
 #[derive(Clone, Debug, Default)]
@@ -187,6 +190,10 @@ fn of_agent(published: &Published) -> Vec<Family> {
 fn of_controller(report: &ControllerReport) -> Vec<Family> {
     let plain = |value: f64| vec![(Labels::new(), value)];
     let partial = vec![(Labels::new(), report.partial)];
+    let all = || report.endpoints.iter().map(|(policy, count)| (policy.to_string(), f64::from(*count)));
+    let others = all().skip(MAX_POLICIES).map(|(_, count)| count).reduce(|sum, count| sum + count);
+    let each = all().take(MAX_POLICIES).chain(others.map(|sum| (traffic::OTHERS.to_owned(), sum)));
+    let endpoints = each.map(|(policy, count)| (vec![("policy", policy)], count)).collect();
     vec![
         gauge("spillway_controller_leader", "whether this controller leads", plain(truth(report.epoch.is_some()))),
         counter("spillway_controller_rounds", "rounds of planning", vec![(Labels::new(), report.rounds)]),
@@ -194,6 +201,12 @@ fn of_controller(report: &ControllerReport) -> Vec<Family> {
         counter("spillway_controller_writes", "objects written", vec![(Labels::new(), report.writes)]),
         gauge("spillway_controller_planning_seconds", "time of the last plan", plain(report.planning.as_secs_f64())),
         gauge("spillway_controller_failing", "whether the last round failed", plain(truth(report.error.is_some()))),
+        gauge(
+            "spillway_controller_statuses_failing",
+            "objects with an old status, because the new one cannot be written; the controller's log says why",
+            plain(report.unwritten as f64),
+        ),
+        gauge("spillway_policy_endpoints", "pods that a policy selects; the leading controller reports it", endpoints),
     ]
 }
 

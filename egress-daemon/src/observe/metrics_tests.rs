@@ -3,6 +3,7 @@
 use super::*;
 use crate::observe::state::{AgentState, ConditionState, EgressIpState, GatewayState, NodeState, TakeOverLengths};
 use egress_common::verdict::Counter;
+use egress_core::model::{PolicyId, PolicyKind};
 use egress_node::{
     datapath::testing::rig::{Rig, scene},
     host::testing::in_netns,
@@ -193,6 +194,10 @@ fn the_controllers_report_becomes_metrics() {
         writes: 9,
         planning: Duration::from_millis(2),
         error: None,
+        unwritten: 2,
+        endpoints: (0..MAX_POLICIES + 2)
+            .map(|n| (PolicyId::new(PolicyKind::Namespaced, &format!("team/{n:05}")), 7))
+            .collect(),
     };
     let (_report, reports) = watch::channel(report);
     let text = text_of(&MetricSources { controller: Some(reports), ..MetricSources::default() });
@@ -203,9 +208,13 @@ fn the_controllers_report_becomes_metrics() {
         "spillway_controller_writes_total 9",
         "spillway_controller_planning_seconds 0.002",
         "spillway_controller_failing 0.0",
+        "spillway_controller_statuses_failing 2.0",
+        "spillway_policy_endpoints{policy=\"ns/team/02047\"} 7.0",
+        "spillway_policy_endpoints{policy=\"_other\"} 14.0",
     ] {
         assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
     }
+    assert!(!text.contains("ns/team/02048"), "{text}");
 }
 
 #[test]

@@ -14,7 +14,7 @@ use egress_node::datapath::maps::{Maps, MapsError};
 use std::{collections::BTreeMap, net::IpAddr};
 
 /// The label of everything without an account of its own: no policy, namespace or address has such a name.
-const OTHERS: &str = "_other";
+pub(super) const OTHERS: &str = "_other";
 
 /// What one account has counted.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,6 +8,8 @@ mod kind;
 mod kubernetes;
 pub mod lease;
 mod problem;
+#[cfg(test)]
+pub(crate) mod testing;
 mod view;
 
 pub use counts::{WriteCounts, WriteResult};
@@ -142,6 +144,18 @@ pub enum StoreError {
 }
 
 impl StoreError {
+    /// The object that was not written.
+    pub fn object(&self) -> &ObjectRef {
+        match self {
+            StoreError::NotFound(object)
+            | StoreError::AlreadyExists(object)
+            | StoreError::Conflict(object)
+            | StoreError::Fenced(object)
+            | StoreError::Refused { object, .. }
+            | StoreError::Unavailable { object, .. } => object,
+        }
+    }
+
     /// Whether reading the object again and repeating the change may help at once.
     pub fn is_conflict(&self) -> bool {
         matches!(self, StoreError::NotFound(_) | StoreError::AlreadyExists(_) | StoreError::Conflict(_))

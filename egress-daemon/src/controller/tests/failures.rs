@@ -1,0 +1,74 @@
+//! Writes that fail again and again.
+
+use super::*;
+use crate::store::testing::{Script, scripted};
+use crate::store::{ObjectRef, StoreError, Stored, Verb};
+
+/// How many changes of the store a test watches: two gateways that renew their leases five times a second make ten.
+const WATCHED: usize = 40;
+/// How many requests of one write that always fails they may take, at most.
+const FEW: usize = 16;
+
+fn target<T: Stored>(name: &str) -> ObjectRef {
+    ObjectRef { kind: T::KIND, key: Key::cluster(name) }
+}
+
+fn too_large(object: ObjectRef) -> StoreError {
+    StoreError::Unavailable { object, message: "etcdserver: request is too large".into() }
+}
+
+fn on_script(world: &ControllerFixture) -> (Running, Arc<Script>) {
+    let script = Arc::new(Script::default());
+    let store = scripted(&Files::open(world.path()).unwrap(), script.clone());
+    (controller_on(store, "one", |_| {}), script)
+}
+
+/// docs/failures.md: stuck-status.
+#[tokio::test(flavor = "multi_thread")]
+async fn stuck_status_that_always_fails_delays_nothing_else() {
+    let mut world = ControllerFixture::new();
+    let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let (running, script) = on_script(&world);
+    let status = target::<EgressGatewayPolicy>("web");
+    script.refuse(Verb::ReplaceStatus, status.clone(), too_large);
+    world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+
+    let other = POLICY.replace("name: web", "name: other").replace("count: 2", "count: 1");
+    fs::write(world.path().join("other.yaml"), &other).unwrap();
+    world.until(|store| (store.list::<EgressIP>().len() == 3).then_some(())).await;
+    world.until(|store| store.get::<EgressGatewayPolicy>(&Key::cluster("other"))?.status.clone()).await;
+    fs::remove_file(world.path().join("other.yaml")).unwrap();
+    world.until(|store| (store.list::<EgressIP>().len() == 2).then_some(())).await;
+    let released = || script.notes.lock().unwrap().iter().any(|note| note.reason == "Released");
+    world.until(|_| released().then_some(())).await;
+
+    for _ in 0..WATCHED {
+        world.changes.next().await;
+    }
+    let report = running.report.borrow().clone();
+    assert_eq!((report.error, report.unwritten), (None, 1));
+    assert!(report.partial > 0, "small changes are still taken in alone");
+    let requests = script.requests(Verb::ReplaceStatus, &status);
+    assert!((1..=FEW).contains(&requests), "{requests} requests");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rounds_that_fail_again_and_again_become_rare_but_a_gateway_that_dies_waits_for_none() {
+    let mut world = ControllerFixture::new();
+    let (_gw1, gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let (running, script) = on_script(&world);
+    let node = target::<EgressNode>("w1");
+    script.refuse(Verb::Create, node.clone(), too_large);
+    world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+    world.until(|store| condition(store, "Ready").filter(|ready| ready.0 == "True")).await;
+    for _ in 0..WATCHED {
+        world.changes.next().await;
+    }
+    assert!(running.report.borrow().error.as_ref().is_some_and(|error| error.contains("too large")));
+    let requests = script.requests(Verb::Create, &node);
+    assert!((2..=FEW).contains(&requests), "{requests} requests");
+    drop(gw2);
+    world.until(|store| owned_by(store, &["gw1", "gw1"])).await;
+    script.refused.lock().unwrap().clear();
+    world.until(|store| store.get::<EgressNode>(&Key::cluster("w1"))).await;
+}

@@ -1,0 +1,95 @@
+//! What could not be written although no node waits for it: above all the statuses of users' objects. It is tried again later, and
+//! delays nothing else. Pure.
+
+use super::pause;
+use crate::store::{ObjectRef, StoreError};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// How soon such a write is tried again, the first time.
+const RETRY: Duration = Duration::from_secs(5);
+/// The same after many failures in a row.
+const RETRY_AT_MOST: Duration = Duration::from_secs(60);
+
+/// The objects, and when each is tried again.
+#[derive(Debug, Default)]
+pub(super) struct Unwritten(BTreeMap<ObjectRef, Failures>);
+
+/// Failures in a row.
+#[derive(Debug)]
+struct Failures {
+    count: u32,
+    /// What was logged.
+    last: String,
+    retry: Duration,
+}
+
+impl Unwritten {
+    /// The objects that are not tried yet.
+    pub(super) fn waiting(&self, now: Duration) -> BTreeSet<ObjectRef> {
+        self.0.iter().filter(|(_, failures)| now < failures.retry).map(|(object, _)| object.clone()).collect()
+    }
+
+    /// When one is tried again next.
+    pub(super) fn next(&self) -> Option<Duration> {
+        self.0.values().map(|failures| failures.retry).min()
+    }
+
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// All objects but those in `waiting` were tried, where that was necessary.
+    pub(super) fn tried(&mut self, waiting: &BTreeSet<ObjectRef>, errors: &[StoreError]) {
+        let failed: BTreeSet<&ObjectRef> = errors.iter().map(StoreError::object).collect();
+        self.0.retain(|object, _| waiting.contains(object) || failed.contains(object));
+    }
+
+    /// These writes failed.
+    pub(super) fn failed(&mut self, errors: &[StoreError], now: Duration) {
+        for error in errors {
+            let message = error.to_string();
+            let before = self.0.remove(error.object());
+            if before.as_ref().is_none_or(|before| before.last != message) {
+                match error {
+                    StoreError::Fenced(_) => tracing::debug!(%error, "it is tried again"),
+                    _ => tracing::warn!(%error, "it is tried again; nothing else waits for it"),
+                }
+            }
+            let count = before.map_or(0, |before| before.count) + 1;
+            let retry = now + pause(RETRY, RETRY_AT_MOST, count);
+            self.0.insert(error.object().clone(), Failures { count, last: message, retry });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{Key, Kind};
+
+    #[test]
+    fn what_fails_again_and_again_is_tried_ever_more_rarely_until_it_succeeds() {
+        let object = |name| ObjectRef { kind: Kind::EgressPolicy, key: Key::namespaced("shop", name) };
+        let error =
+            |name| StoreError::Unavailable { object: object(name), message: "etcdserver: request is too large".into() };
+        let (mut unwritten, seconds) = (Unwritten::default(), Duration::from_secs);
+        let mut now = seconds(100);
+        unwritten.failed(&[error("small")], now);
+        for pause in [5, 10, 20, 40, 60, 60] {
+            unwritten.failed(&[error("large")], now);
+            let waiting = unwritten.waiting(now + seconds(pause) - Duration::from_millis(1));
+            assert!(waiting.contains(&object("large")), "{pause}");
+            now += seconds(pause);
+            assert!(!unwritten.waiting(now).contains(&object("large")), "{pause}");
+        }
+        assert_eq!((unwritten.next(), unwritten.count()), (Some(seconds(105)), 2));
+        unwritten.tried(&[object("small")].into(), &[]);
+        assert_eq!(unwritten.count(), 1, "the large one was written, the small one was not tried");
+        unwritten.tried(&BTreeSet::new(), &[error("small")]);
+        assert_eq!(unwritten.count(), 1);
+        unwritten.tried(&BTreeSet::new(), &[]);
+        assert_eq!((unwritten.next(), unwritten.count()), (None, 0));
+    }
+}
