@@ -119,11 +119,16 @@ impl LeaseTracker {
         lease.fresh_since.get_or_insert(now);
     }
 
-    /// Nobody holds the lease of a node: it was given up, or deleted. Its gateway was not asked for it, or cannot carry anything.
+    /// Nobody holds the lease of a node: it was given up. Its gateway was not asked for it, or cannot carry anything.
     pub fn given_up(&mut self, node: &NodeName) {
         if let Some(lease) = self.leases.get_mut(node) {
             *lease = TrackedLease { returned: lease.returned, ..TrackedLease::default() };
         }
+    }
+
+    /// The lease of a node was deleted: the gateway is as if it had never had one.
+    pub fn deleted(&mut self, node: &NodeName) {
+        self.leases.remove(node);
     }
 
     /// All leases were read.
@@ -314,6 +319,16 @@ mod tests {
         tracker.observe(&gw, renewal(2), ms(3000));
         let returned = LeaseState::Fresh { since: ms(0), returned: true, proven: true };
         assert_eq!(tracker.health(ms(3000)).of(&gw).lease, returned, "it has just been taken, and had lapsed before");
+    }
+
+    #[test]
+    fn nothing_is_remembered_of_a_gateway_whose_lease_was_deleted() {
+        let (mut tracker, gw) = tracker();
+        tracker.observe(&gw, renewal(1), ms(0));
+        tracker.given_up(&gw);
+        assert_eq!(tracker.health(ms(1)).nodes.len(), 1);
+        tracker.deleted(&gw);
+        assert!(tracker.health(ms(2)).nodes.is_empty());
     }
 
     #[test]

@@ -8,9 +8,11 @@ use egress_objects::api::{
 };
 use egress_objects::snapshot::Desired;
 use futures::stream::{self, StreamExt};
+use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta};
 use kube::core::object::HasStatus;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// Writes in flight at once.
 const CONCURRENT: usize = 16;
@@ -46,7 +48,7 @@ pub(super) struct Applied {
     pub(super) outdated: bool,
     /// Errors of Spillway's own objects: the plan is not in force.
     pub(super) errors: Vec<StoreError>,
-    /// Errors of what no node waits for: statuses of objects that users write. Conflicts are not
+    /// Errors of what no node waits for: statuses of objects that users write, and leases of nodes that are gone. Conflicts are not
     /// among them: the store shows a newer version soon, and that is a reason for another round.
     pub(super) minor: Vec<StoreError>,
 }
@@ -100,11 +102,11 @@ fn times<T: Stored>(before: &T, after: &T) -> u64 {
 }
 
 /// Writes the differences: egress IPs and their gateways first, then what source nodes may use, then what users read; then deletes what is
-/// no longer needed. An egress IP never names a carrier whose object most agents do not see yet: while its object
+/// no longer needed, and last these leases. An egress IP never names a carrier whose object most agents do not see yet: while its object
 /// is missing they would begin to follow all nodes (`store::kubernetes::needed`). A failure does not stop the rest, except that nothing
 /// is deleted after an error of Spillway's own objects. An object that somebody else has written since `desired` was made is left as it
 /// is.
-pub(super) async fn apply(store: &Store, desired: Desired, scope: Scope<'_>) -> Applied {
+pub(super) async fn apply(store: &Store, desired: Desired, scope: Scope<'_>, leases: Vec<Arc<Lease>>) -> Applied {
     let Desired { egress_ips, egress_nodes, .. } = &desired;
     let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);
     let mut unwanted_ips = store.list::<EgressIP>();
@@ -119,6 +121,9 @@ pub(super) async fn apply(store: &Store, desired: Desired, scope: Scope<'_>) -> 
         }
         for object in unwanted_nodes {
             applied.add(store.delete(object.as_ref()).await.map(|()| Written::Times(1)));
+        }
+        for object in leases.into_iter().filter(|object| !scope.is_waiting::<Lease>(&Key::of(object.as_ref()))) {
+            applied.add_minor(store.delete(object.as_ref()).await.map(|()| Written::Times(1)));
         }
     }
     applied

@@ -2,7 +2,7 @@
 
 use super::apply::{Applied, Differences, Scope, apply, apply_part};
 use super::partial::{Known, Revisions};
-use super::sight::{Judgement, Sight, delays, judged};
+use super::sight::{Judgement, Sight, delays, judged, left_over};
 use super::unwritten::Unwritten;
 use super::{ControllerConfig, ControllerReport, Event, drains, pause, remarks};
 use crate::store::lease::{CONTROLLER_LEASE, LEASE_NAMESPACE, LeaseKeeper, LeaseTerms};
@@ -281,11 +281,13 @@ impl Controller {
         let doubts = problems.iter().filter_map(Event::of_node).collect();
         let known = Known::new(memo, problems, &wanted);
         let drained = drains::next(wanted.egress_ips.values(), drain_timeout, time.0);
+        let is_there = |node: &NodeName| wanted.egress_nodes.contains_key(node.as_str());
+        let leases = left_over(self.store.list::<Lease>(), is_there, health);
         let planning = started.elapsed();
         let now = self.start.elapsed();
         let which = if now < leading.numbers { Differences::News } else { Differences::All };
         let waiting = leading.unwritten.waiting(now);
-        let applied = apply(&leading.store, wanted, Scope { which, waiting: &waiting }).await;
+        let applied = apply(&leading.store, wanted, Scope { which, waiting: &waiting }, leases).await;
         let now = self.start.elapsed();
         leading.unwritten.tried(&waiting, &applied.minor);
         leading.unwritten.failed(&applied.minor, now);

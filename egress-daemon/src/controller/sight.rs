@@ -8,7 +8,8 @@ use egress_core::{
 };
 use k8s_openapi::api::coordination::v1::Lease;
 use std::borrow::Borrow;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The gateways, by the leases that the store reports.
@@ -16,8 +17,8 @@ pub struct Sight {
     /// Their health.
     pub gateways: LeaseTracker,
     patience: Duration,
-    /// The gateways whose leases somebody holds.
-    known: BTreeSet<NodeName>,
+    /// The gateways that have a lease, and whether somebody holds it.
+    known: BTreeMap<NodeName, bool>,
     /// The store's number for news of leases when it last changed, and when that was.
     heard: (u64, Duration),
 }
@@ -25,7 +26,7 @@ pub struct Sight {
 impl Sight {
     /// Nothing is known yet.
     pub fn new(times: LeaseTimes) -> Self {
-        let (patience, known) = (times.duration / 2, BTreeSet::new());
+        let (patience, known) = (times.duration / 2, BTreeMap::new());
         Self { gateways: LeaseTracker::new(times), patience, known, heard: (0, Duration::ZERO) }
     }
 
@@ -41,14 +42,14 @@ impl Sight {
             self.heard = (heard, now);
             self.gateways.regained_sight(now);
         }
-        let mut known = BTreeSet::new();
+        let mut known = BTreeMap::new();
         for lease in leases {
             let lease = lease.borrow();
-            let name = lease.metadata.name.as_deref().unwrap_or_default();
-            let Some(node) = name.strip_prefix(GATEWAY_LEASE_PREFIX).map(NodeName::from) else { continue };
+            let Some(node) = gateway_of(lease) else { continue };
             // A lease that was released is no heartbeat.
             let spec = lease.spec.as_ref();
             if spec.and_then(|spec| spec.holder_identity.as_deref()).is_none_or(str::is_empty) {
+                known.insert(node, false);
                 continue;
             }
             let renewal = Renewal {
@@ -57,14 +58,29 @@ impl Sight {
                 duration: stated_duration(lease).unwrap_or_default().min(LONGEST_LEASE),
             };
             self.gateways.observe(&node, renewal, now);
-            known.insert(node);
+            known.insert(node, true);
         }
-        for gone in self.known.difference(&known) {
-            self.gateways.given_up(gone);
+        for (node, was_held) in &self.known {
+            match known.get(node) {
+                None => self.gateways.deleted(node),
+                Some(false) if *was_held => self.gateways.given_up(node),
+                Some(_) => {}
+            }
         }
         self.gateways.looked();
         self.known = known;
     }
+}
+
+/// The gateway that shows with this lease that it is alive.
+fn gateway_of(lease: &Lease) -> Option<NodeName> {
+    lease.metadata.name.as_deref()?.strip_prefix(GATEWAY_LEASE_PREFIX).map(NodeName::from)
+}
+
+/// The leases that nobody renews of nodes that are gone, with all that they held.
+pub fn left_over(leases: Vec<Arc<Lease>>, is_there: impl Fn(&NodeName) -> bool, health: &Health) -> Vec<Arc<Lease>> {
+    let is_left = |node: NodeName| !is_there(&node) && !health.of(&node).is_fresh();
+    leases.into_iter().filter(|lease| gateway_of(lease).is_some_and(is_left)).collect()
 }
 
 /// A gateway: whether it is unasked, fresh and proven, and whether its node is gone; and for how many of the delays it has been fresh.
@@ -88,4 +104,30 @@ pub fn delays(snapshot: &Snapshot) -> BTreeSet<Duration> {
         Failback::Never => None,
     };
     of_pools.chain([Failback::default()]).filter_map(delay).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn lease(node: &str, holder: &str) -> Arc<Lease> {
+        let metadata = json!({"name": format!("{GATEWAY_LEASE_PREFIX}{node}"), "resourceVersion": "1"});
+        Arc::new(serde_json::from_value(json!({"metadata": metadata, "spec": {"holderIdentity": holder}})).unwrap())
+    }
+
+    #[test]
+    fn a_gateway_is_forgotten_with_its_lease_and_its_lease_goes_with_its_node() {
+        let mut sight = Sight::new(LeaseTimes::default());
+        let leases = vec![lease("held", "held"), lease("given-up", ""), lease("there", "")];
+        sight.observe(leases.clone(), 1, Duration::ZERO);
+        let health = sight.gateways.health(Duration::ZERO);
+        let gone = left_over(leases.clone(), |node| node.as_str() == "there", &health);
+        assert_eq!(gone, [leases[1].clone()], "one is renewed, one has a node");
+        sight.observe([lease("held", "")], 2, Duration::ZERO);
+        assert!(sight.gateways.health(Duration::ZERO).of(&"held".into()).is_unasked());
+        assert_eq!(sight.gateways.health(Duration::ZERO).nodes.len(), 1);
+        sight.observe([] as [Arc<Lease>; 0], 3, Duration::ZERO);
+        assert!(sight.gateways.health(Duration::ZERO).nodes.is_empty());
+    }
 }

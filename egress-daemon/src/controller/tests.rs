@@ -347,7 +347,7 @@ async fn every_agent_sees_the_object_of_a_gateway_before_an_egress_ip_names_it()
     // One gateway's agent is there already.
     world.store.create(&EgressNode::joining("gw1", false)).await.unwrap();
     let scope = Scope { which: Differences::All, waiting: &BTreeSet::new() };
-    let applied = apply(&world.store, wanted(&world.store).1, scope).await;
+    let applied = apply(&world.store, wanted(&world.store).1, scope, Vec::new()).await;
     assert!(applied.errors.is_empty(), "{:?}", applied.errors);
     let version = |meta: &ObjectMeta| meta.resource_version.as_ref().unwrap().parse::<u64>().unwrap();
     let ips: Vec<u64> = world.store.list::<EgressIP>().iter().map(|ip| version(&ip.metadata)).collect();

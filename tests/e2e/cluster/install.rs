@@ -249,8 +249,12 @@ fn every_right_is_used_and_none_is_missing(world: &InstalledCluster) -> Result<(
     world.policy("web", "web", "203.0.113.0/24", 1)?;
     world.wait_owners(1, "")?;
     world.team("team-a", true)?;
-    // An agent recreates its object when somebody has deleted it; one without a node is removed.
+    // An agent recreates its object when somebody has deleted it; one without a node is removed, with its lease.
     world.cluster.kubectl(&["delete", "egn", "worker1", "--wait=false"])?;
+    let metadata = "{name: spillway-gateway-nobody, namespace: spillway}";
+    world
+        .cluster
+        .apply(&format!("{{apiVersion: coordination.k8s.io/v1, kind: Lease, metadata: {metadata}, spec: {{}}}}"))?;
     world.cluster.apply("{apiVersion: spillway.io/v1alpha1, kind: EgressNode, metadata: {name: nobody}, spec: {}}")?;
     world.until("the object without a node is gone", &["egn"], |nodes| {
         let names =

@@ -3,6 +3,7 @@
 use super::*;
 use crate::store::testing::{Script, scripted};
 use crate::store::{ObjectRef, StoreError, Stored, Verb};
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 
 /// How many changes of the store a test watches: two gateways that renew their leases five times a second make ten.
 const WATCHED: usize = 40;
@@ -71,4 +72,25 @@ async fn rounds_that_fail_again_and_again_become_rare_but_a_gateway_that_dies_wa
     world.until(|store| owned_by(store, &["gw1", "gw1"])).await;
     script.refused.lock().unwrap().clear();
     world.until(|store| store.get::<EgressNode>(&Key::cluster("w1"))).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_lease_of_a_gateway_goes_when_its_node_is_gone() {
+    let mut world = ControllerFixture::new();
+    let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
+    let key = Key::namespaced(LEASE_NAMESPACE, &gateway_lease("old"));
+    let metadata =
+        ObjectMeta { name: Some(key.name.clone()), namespace: Some(key.namespace.clone()), ..ObjectMeta::default() };
+    // Nobody renews it.
+    let spec = LeaseSpec { holder_identity: Some("old".into()), ..LeaseSpec::default() };
+    world.store.create(&Lease { metadata, spec: Some(spec) }).await.unwrap();
+    let (running, script) = on_script(&world);
+    let target = ObjectRef { kind: Lease::KIND, key: key.clone() };
+    script.refuse(Verb::Delete, target, too_large);
+    // That it cannot be deleted delays nothing.
+    world.until(|_| (running.report.borrow().unwritten == 1).then_some(())).await;
+    world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
+    script.refused.lock().unwrap().clear();
+    world.until(|store| store.get::<Lease>(&key).is_none().then_some(())).await;
+    assert!(world.store.get::<Lease>(&Key::namespaced(LEASE_NAMESPACE, &gateway_lease("gw1"))).is_some());
 }
