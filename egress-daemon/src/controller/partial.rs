@@ -1,18 +1,14 @@
 //! Takes in a few changes without reading everything: pods that came, went or changed, what agents report, and what
 //! this controller wrote itself. Everything else, and whatever could follow from it, needs a full round.
 
-use crate::store::{Key, Store, Stored};
+use crate::store::{Key, Kind, Store, Stored};
 use egress_core::{
     health::Health,
     model::{Endpoint, EndpointId, NodeName, NodeReport, Policy, PolicyId, PolicyKind, Pool, Snapshot},
     network::pods::PodCidrs,
     plan::{Changes, EgressIpPlan, Memo, Plan},
 };
-use egress_objects::api::networks::{antrea, calico, cilium, kube_ovn};
-use egress_objects::api::{
-    CiliumEgressGatewayPolicy, EVERY_NODE, Egress, EgressGatewayPolicy, EgressIP, EgressIPPool, EgressNode,
-    EgressNodeSpec, EgressPolicy, ExternalIPPool, Pod, egress_ip_name,
-};
+use egress_objects::api::{EVERY_NODE, Egress, EgressIP, EgressNode, EgressNodeSpec, Pod, egress_ip_name};
 use egress_objects::snapshot::{ApiObjects, Desired, desired_part, egress_ip, namespace};
 use egress_objects::translate::{self, Problem};
 use k8s_openapi::api::core::v1::{Namespace, Node};
@@ -22,51 +18,41 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
+/// The kinds of objects that a plan is made from, other than those in which CNIs name networks.
+const KINDS: [Kind; 11] = [
+    Kind::EgressGatewayPolicy,
+    Kind::EgressPolicy,
+    Kind::EgressIPPool,
+    Kind::CiliumEgressGatewayPolicy,
+    Kind::Egress,
+    Kind::ExternalIPPool,
+    Kind::Node,
+    Kind::Namespace,
+    Kind::Pod,
+    Kind::EgressIP,
+    Kind::EgressNode,
+];
+
 /// The store's revision of each kind that a plan is made from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Revisions {
-    policies: u64,
-    namespaced_policies: u64,
-    pools: u64,
-    cilium_policies: u64,
-    egresses: u64,
-    external_ip_pools: u64,
-    nodes: u64,
-    namespaces: u64,
-    pods: u64,
-    /// Of the kinds in which CNIs name networks.
-    networks: [u64; 5],
-    egress_ips: u64,
-    egress_nodes: u64,
-}
+pub(super) struct Revisions(BTreeMap<Kind, u64>);
 
 impl Revisions {
     pub(super) fn of(store: &Store) -> Self {
-        Self {
-            policies: store.revision::<EgressGatewayPolicy>(),
-            namespaced_policies: store.revision::<EgressPolicy>(),
-            pools: store.revision::<EgressIPPool>(),
-            cilium_policies: store.revision::<CiliumEgressGatewayPolicy>(),
-            egresses: store.revision::<Egress>(),
-            external_ip_pools: store.revision::<ExternalIPPool>(),
-            nodes: store.revision::<Node>(),
-            namespaces: store.revision::<Namespace>(),
-            pods: store.revision::<Pod>(),
-            networks: networks(store),
-            egress_ips: store.revision::<EgressIP>(),
-            egress_nodes: store.revision::<EgressNode>(),
-        }
+        let kinds = KINDS.into_iter().chain(Kind::of_networks());
+        Self(kinds.map(|kind| (kind, store.revision_of(kind))).collect())
     }
-}
 
-fn networks(store: &Store) -> [u64; 5] {
-    [
-        store.revision::<calico::IPPool>(),
-        store.revision::<cilium::CiliumNode>(),
-        store.revision::<cilium::CiliumPodIPPool>(),
-        store.revision::<antrea::IPPool>(),
-        store.revision::<kube_ovn::Subnet>(),
-    ]
+    /// Whether no CNI has changed what it says about networks.
+    fn has_networks_of(&self, store: &Store) -> bool {
+        Kind::of_networks().all(|kind| self.0.get(&kind) == Some(&store.revision_of(kind)))
+    }
+
+    /// The objects of a kind that came, went or changed since then, as they are now. `None` if that is no longer known.
+    fn changed<T: Stored>(&self, store: &Store) -> Option<BTreeMap<Key, Option<Arc<T>>>> {
+        let keys = store.changed::<T>(*self.0.get(&T::KIND)?)?;
+        Some(keys.into_iter().map(|key| (key.clone(), store.get::<T>(&key))).collect())
+    }
 }
 
 /// What is known after a successful round. All of it belongs together: if it cannot be updated, it is discarded, and a
@@ -99,16 +85,16 @@ impl Known {
     ) -> Option<(Self, Desired)> {
         let snapshot = self.memo.snapshot();
         let mut objects = ApiObjects::default();
-        (networks(store) == since.networks).then_some(())?;
-        namespaces(store, since.namespaces, snapshot)?;
-        self.nodes(store, since.nodes)?;
+        since.has_networks_of(store).then_some(())?;
+        namespaces(store, since, snapshot)?;
+        self.nodes(store, since)?;
         let pool = |pool: &Pool| snapshot.pools.get(&pool.id) == Some(pool);
-        objects.pools = alike(store, since.pools, translate::pool, pool)?;
-        objects.external_ip_pools = alike(store, since.external_ip_pools, translate::antrea::pool, pool)?;
+        objects.pools = alike(store, since, translate::pool, pool)?;
+        objects.external_ip_pools = alike(store, since, translate::antrea::pool, pool)?;
         let mut policies = policies(store, since, snapshot)?;
-        let egress_ips = egress_ips(store, since.egress_ips, plan)?;
-        let reports = self.reports(store, since.egress_nodes)?;
-        let changes = Changes { pods: pods(store, since.pods, snapshot)?, reports };
+        let egress_ips = egress_ips(store, since, plan)?;
+        let reports = self.reports(store, since)?;
+        let changes = Changes { pods: pods(store, since, snapshot)?, reports };
 
         let Known { memo, problems, mut nodes, mut public } = self;
         let (memo, mut touched) = memo.change(health, plan, changes)?;
@@ -135,9 +121,9 @@ impl Known {
     }
 
     /// `Some` if the changed nodes mean the same as before.
-    fn nodes(&self, store: &Store, since: u64) -> Option<()> {
+    fn nodes(&self, store: &Store, since: &Revisions) -> Option<()> {
         let known = &self.memo.snapshot().nodes;
-        for (_, object) in changed::<Node>(store, since)? {
+        for (_, object) in since.changed::<Node>(store)? {
             let (node, found) = translate::node(object?.as_ref(), None);
             let before = known.get(&node.name)?;
             let report = before.report.clone();
@@ -150,9 +136,9 @@ impl Known {
     }
 
     /// What nodes' agents report now, if it has changed and our own part has not.
-    fn reports(&self, store: &Store, since: u64) -> Option<BTreeMap<NodeName, NodeReport>> {
+    fn reports(&self, store: &Store, since: &Revisions) -> Option<BTreeMap<NodeName, NodeReport>> {
         let mut reports = BTreeMap::new();
-        for (key, object) in changed::<EgressNode>(store, since)? {
+        for (key, object) in since.changed::<EgressNode>(store)? {
             let object = object?;
             let by = if self.public.contains(&key.name) { EVERY_NODE } else { &key.name };
             if self.nodes.get(&key.name) != Some(&object.spec) || object.followed_by() != Some(by) {
@@ -184,31 +170,25 @@ fn specs(desired: &Desired) -> impl Iterator<Item = (String, EgressNodeSpec)> {
     desired.egress_nodes.iter().map(|(name, object)| (name.clone(), object.spec.clone()))
 }
 
-/// The objects of a kind that came, went or changed, as they are now.
-fn changed<T: Stored>(store: &Store, since: u64) -> Option<BTreeMap<Key, Option<Arc<T>>>> {
-    let keys = store.changed::<T>(since)?;
-    Some(keys.into_iter().map(|key| (key.clone(), store.get::<T>(&key))).collect())
-}
-
 /// The objects of a kind that changed, if all of them exist and correspond to something that is known.
 fn alike<T: Stored, M>(
     store: &Store,
-    since: u64,
+    since: &Revisions,
     read: impl Fn(&T) -> Result<M, Vec<Problem>>,
     is_known: impl Fn(&M) -> bool,
 ) -> Option<Vec<Arc<T>>> {
-    let objects: Option<Vec<Arc<T>>> = changed(store, since)?.into_values().collect();
+    let objects: Option<Vec<Arc<T>>> = since.changed(store)?.into_values().collect();
     objects.filter(|objects| objects.iter().all(|object| read(object).is_ok_and(|model| is_known(&model))))
 }
 
 /// The policies whose objects changed, if they still mean the same.
 fn policies(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeSet<PolicyId>> {
     let known = |policy: &Policy| snapshot.policies.get(&policy.id) == Some(policy);
-    let own = alike(store, since.policies, translate::policy, known)?;
-    let namespaced = alike(store, since.namespaced_policies, translate::namespaced_policy, known)?;
-    let cilium = alike(store, since.cilium_policies, translate::cilium::policy, known)?;
+    let own = alike(store, since, translate::policy, known)?;
+    let namespaced = alike(store, since, translate::namespaced_policy, known)?;
+    let cilium = alike(store, since, translate::cilium::policy, known)?;
     let read = |object: &Egress| translate::antrea::egress(object, &snapshot.pools);
-    let antrea = alike(store, since.egresses, read, known)?;
+    let antrea = alike(store, since, read, known)?;
     let mut policies = BTreeSet::new();
     policies.extend(ids(PolicyKind::Native, &own));
     policies.extend(ids(PolicyKind::Namespaced, &namespaced));
@@ -222,8 +202,8 @@ fn ids<T: Stored>(kind: PolicyKind, objects: &[Arc<T>]) -> impl Iterator<Item = 
 }
 
 /// `Some` if the changed namespaces have the same labels as before.
-fn namespaces(store: &Store, since: u64, snapshot: &Snapshot) -> Option<()> {
-    for (_, object) in changed::<Namespace>(store, since)? {
+fn namespaces(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<()> {
+    for (_, object) in since.changed::<Namespace>(store)? {
         let (name, labels) = namespace(object?.as_ref());
         if snapshot.namespaces.get(&name) != Some(&labels) {
             return None;
@@ -233,9 +213,9 @@ fn namespaces(store: &Store, since: u64, snapshot: &Snapshot) -> Option<()> {
 }
 
 /// The egress IPs whose objects changed, if they match the plan.
-fn egress_ips(store: &Store, since: u64, plan: &Plan) -> Option<Vec<IpAddr>> {
+fn egress_ips(store: &Store, since: &Revisions, plan: &Plan) -> Option<Vec<IpAddr>> {
     let mut addresses = Vec::new();
-    for (_, object) in changed::<EgressIP>(store, since)? {
+    for (_, object) in since.changed::<EgressIP>(store)? {
         let (address, said) = egress_ip(object?.as_ref())?;
         let planned = plan.egress_ips.get(&address)?;
         if (EgressIpPlan { reason: planned.reason, ..said }) != *planned {
@@ -247,10 +227,10 @@ fn egress_ips(store: &Store, since: u64, plan: &Plan) -> Option<Vec<IpAddr>> {
 }
 
 /// The pods that changed.
-fn pods(store: &Store, since: u64, snapshot: &Snapshot) -> Option<BTreeMap<EndpointId, Option<Endpoint>>> {
+fn pods(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeMap<EndpointId, Option<Endpoint>>> {
     let mut changes = BTreeMap::new();
     let cidrs = LazyCell::new(|| PodCidrs::of(snapshot));
-    for (key, pod) in changed::<Pod>(store, since)? {
+    for (key, pod) in since.changed::<Pod>(store)? {
         let first = EndpointId::new(&key.namespace, &key.name, "");
         let of_name = snapshot.endpoints.range(first.clone()..).map(|(id, _)| id);
         let of_name = of_name.take_while(|id| (&id.namespace, &id.name) == (&first.namespace, &first.name));

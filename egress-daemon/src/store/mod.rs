@@ -199,7 +199,12 @@ impl Store {
     /// A number that changes whenever [`Store::list`] of the kind does: while it is the same, the list need not be read
     /// again.
     pub fn revision<T: Stored>(&self) -> u64 {
-        self.backend.revision(T::KIND)
+        self.revision_of(T::KIND)
+    }
+
+    /// The same by the kind's name.
+    pub fn revision_of(&self, kind: Kind) -> u64 {
+        self.backend.revision(kind)
     }
 
     /// Which objects of a kind were added, removed or changed since [`Store::revision`] of the kind was `revision`,
