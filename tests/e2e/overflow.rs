@@ -122,7 +122,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes
         let other = start_pod(lab, PodSpec::new("other", "worker1").label("app", "late"))?;
         wait_in_force(&other, &server, &[11])?;
         let known = [egress(Family::V4, &[10]), egress(Family::V4, &[11])].concat();
-        let strangers = capture.so_far().strangers_towards(server.ips.v4.into(), &known);
+        let strangers = capture.finish()?.strangers_towards(server.ips.v4.into(), &known);
         assert!(strangers.is_empty(), "{strangers:?}");
 
         // It is made smaller, as the remedy says.

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
-use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, stats, wait_until};
+use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, Trace, stats, wait_until};
 
 use crate::support::{PATIENCE, WEB, egress, owner, policy, pool, start, start_with, wait_in_force, web, weighted};
 
@@ -143,9 +143,9 @@ fn ecmp_split_flows_keep_their_egress_ip_while_the_weights_change() {
 }
 
 /// The gateway, by its MAC address, that each flow towards a port of a server came from.
-fn ways(capture: &Capture, target: SocketAddr) -> BTreeMap<SocketAddr, BTreeSet<[u8; 6]>> {
+fn ways(trace: &Trace, target: SocketAddr) -> BTreeMap<SocketAddr, BTreeSet<[u8; 6]>> {
     let mut ways: BTreeMap<SocketAddr, BTreeSet<[u8; 6]>> = BTreeMap::new();
-    for packet in capture.so_far().packets().iter().filter(|packet| !packet.outgoing) {
+    for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
         if let Some((source, _)) = packet.ports().filter(|(_, to)| *to == target) {
             ways.entry(source).or_default().insert(packet.source_mac);
         }
@@ -162,7 +162,7 @@ pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
         let capture = Capture::start(&server.ns, "eth0")?;
         let options = TcpOptions { reset: true, ..TcpOptions::once() };
         TcpClients::establish(&pod.ns, target, 100, options)?.close()?;
-        Ok(ways(&capture, target).into_values().flatten().collect::<BTreeSet<_>>())
+        Ok(ways(&capture.finish()?, target).into_values().flatten().collect::<BTreeSet<_>>())
     };
     wait_until("all gateways are used", PATIENCE, used, |used| *used == all).map(drop)
 }
@@ -187,7 +187,7 @@ fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_fl
             let options = TcpOptions { reset: true, ..TcpOptions::once() };
             let clients = TcpClients::establish(&pod.ns, target, 2000, options)?;
             clients.wait("all echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
-            let ways = ways(&capture, target);
+            let ways = ways(&capture.finish()?, target);
             assert!(ways.len() >= 2000 && ways.values().all(|one| one.len() == 1), "{family:?}: a flow took two ways");
             let by = |mac: &[u8; 6]| ways.values().filter(|way| way.contains(mac)).count() as u64;
             let counts: Vec<u64> = all.iter().map(by).collect();
@@ -202,7 +202,8 @@ fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_fl
         let look = || -> Result<BTreeMap<SocketAddr, BTreeSet<[u8; 6]>>> {
             let capture = Capture::start(&server.ns, "eth0")?;
             streams.wait_progress(3, PATIENCE)?;
-            Ok(Family::BOTH.iter().flat_map(|family| ways(&capture, server.ips.at(*family, 80))).collect())
+            let trace = capture.finish()?;
+            Ok(Family::BOTH.iter().flat_map(|family| ways(&trace, server.ips.at(*family, 80))).collect())
         };
         let before = look()?;
         assert_eq!(before.len(), 200);

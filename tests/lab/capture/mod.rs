@@ -56,12 +56,13 @@ impl Capture {
         Ok(Capture { place, shared, thread })
     }
 
-    /// What was captured so far. Use it for waiting; only [`Capture::finish`] reports whether something was missed.
+    /// What was captured so far. Use it for waiting: it may be some milliseconds behind, and only [`Capture::finish`] reports whether
+    /// something was missed.
     pub fn so_far(&self) -> Trace {
         Trace::new(lock(&self.shared.packets).clone())
     }
 
-    /// How many packets captured so far are `wanted`.
+    /// How many packets captured so far are `wanted`. Use it for waiting, like [`Capture::so_far`]; it may be some milliseconds behind.
     pub fn count(&self, wanted: impl Fn(&Packet) -> bool) -> usize {
         lock(&self.shared.packets).iter().filter(|packet| wanted(packet)).count()
     }
@@ -89,6 +90,17 @@ impl Capture {
         let (trace, dropped) = self.finish_lossy()?;
         if dropped > 0 {
             bail!("the capture on {place} lost {dropped} packets, so nothing follows from the others");
+        }
+        Ok(trace)
+    }
+
+    /// [`Capture::finish`], which also fails if a packet was captured that must not be there: the verdict on what must not happen.
+    pub fn finish_without(self, what: &str, unwanted: impl Fn(&Packet) -> bool) -> Result<Trace> {
+        let place = self.place.clone();
+        let trace = self.finish()?;
+        let found = trace.filter(unwanted);
+        if let [first, ..] = found.packets() {
+            bail!("{what} on {place}: {} packets, the first one of them: {first:?}", found.packets().len());
         }
         Ok(trace)
     }
