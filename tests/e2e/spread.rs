@@ -125,10 +125,7 @@ fn ecmp_split_flows_keep_their_egress_ip_while_the_weights_change() {
             }
         }
         for flows in &datagrams {
-            let before: Vec<u64> = flows.flows().iter().map(|one| one.received).collect();
-            flows.wait("more replies", PATIENCE, |all| {
-                all.iter().zip(&before).all(|(one, before)| one.received > before + 3)
-            })?;
+            flows.wait_progress(4, PATIENCE)?;
         }
         for (id, seen) in udp.flows() {
             assert_eq!(seen.peers.len(), 1, "flow {id} moved: {seen:?}");

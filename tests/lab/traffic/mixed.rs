@@ -85,14 +85,8 @@ impl Mixed {
     /// Waits until all of it makes progress.
     pub fn wait_progress(&self, patience: Duration) -> Result<()> {
         self.streams.wait_progress(3, patience)?;
-        self.clients.iter().try_for_each(|clients| clients.wait_progress(3, patience).map(drop))?;
-        for questions in &self.questions {
-            let before: Vec<u64> = questions.flows().iter().map(|flow| flow.received).collect();
-            questions.wait("answers", patience, |flows| {
-                flows.iter().zip(&before).all(|(flow, before)| flow.received > before + 3)
-            })?;
-        }
-        Ok(())
+        self.clients.iter().try_for_each(|clients| clients.wait_progress(3, patience))?;
+        self.questions.iter().try_for_each(|questions| questions.wait_progress(3, patience))
     }
 
     /// The longest pauses.

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use serde::Serialize;
 
 use super::tally;
@@ -219,7 +219,7 @@ impl TcpServer {
         self.end.wait(what, timeout, good)
     }
 
-    /// Waits until every open connection has received `more` records than it has now.
+    /// Waits until every open connection has received `more` records than it has now. An error if one of them ends, or if none is open.
     pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
         self.end.wait_progress(more, timeout)
     }
@@ -292,7 +292,7 @@ impl TcpClients {
         self.end.wait(what, timeout, good)
     }
 
-    /// Waits until every open connection has received `more` records than it has now.
+    /// Waits until every open connection has received `more` records than it has now. An error if one of them ends, or if none is open.
     pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
         self.end.wait_progress(more, timeout)
     }
@@ -371,12 +371,17 @@ impl End {
     }
 
     fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
-        let before: Vec<u64> = self.shared.reports().iter().map(|one| one.received).collect();
+        let open = |one: &ConnectionReport| one.state == ConnectionState::Open;
+        // A client sees its connection established before the server has accepted it.
+        let before = self.wait("an open connection", timeout, |all| all.iter().any(open))?;
         let what = format!("{more} more records on every open connection");
-        let moved = |(one, before): (&ConnectionReport, &u64)| {
-            one.state != ConnectionState::Open || one.received >= before + more
+        let moved = |(before, now): (&ConnectionReport, &ConnectionReport)| {
+            !open(before) || !open(now) || now.received >= before.received + more
         };
-        self.wait(&what, timeout, |all| all.iter().zip(&before).all(moved)).map(drop)
+        let all = self.wait(&what, timeout, |all| before.iter().zip(all).all(moved))?;
+        let ended = before.iter().zip(&all).find(|(before, now)| open(before) && !open(now));
+        ensure!(ended.is_none(), "{what}: one has ended: {ended:?}");
+        Ok(())
     }
 
     fn stop(&mut self) -> Result<()> {

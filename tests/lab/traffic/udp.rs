@@ -232,6 +232,14 @@ impl UdpClients {
         wait_until(what, timeout, || Ok(self.flows()), |flows| good(flows))
     }
 
+    /// Waits until every flow has received `more` replies than it has now.
+    pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
+        let before: Vec<u64> = self.flows().iter().map(|flow| flow.received).collect();
+        let moved = |(flow, before): (&UdpFlowReport, &u64)| flow.received >= before + more;
+        self.wait(&format!("{more} more replies to every flow"), timeout, |flows| flows.iter().zip(&before).all(moved))
+            .map(drop)
+    }
+
     /// Starts or stops sending.
     pub fn set_sending(&self, sending: bool) {
         self.shared.sending.store(sending, Ordering::Relaxed);
