@@ -72,4 +72,4 @@ pub use netns::NetNs;
 pub use process::{Process, StartOptions};
 pub use topology::{Builder, Cni, Dual, Family, Lab, LabNode, Pod, PodSpec, Role, Segment, Server, address};
 pub use vlan::Vlans;
-pub use wait::{wait_for, wait_until};
+pub use wait::{stays, wait_for, wait_until};

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context as _, Result, anyhow, ensure};
 
 /// Time between two looks, or a multiple of what the last one took: looking takes a fifth of a processor at most, for example through kubectl.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -51,5 +51,33 @@ pub fn wait_until<T: Debug>(
             }
             _ => thread::sleep(PAUSE.max(PAUSE_PER_LOOK * took)),
         }
+    }
+}
+
+/// Checks that something stays so for as long as `duration`: for what must not happen meanwhile. Fails as soon as `condition` returns
+/// anything but `Ok(true)`.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// let mut looks = 0;
+/// lab::stays("few looks", Duration::from_millis(20), || Ok(looks < 1_000))?;
+/// let ended = lab::stays("no third look", Duration::from_secs(60), || {
+///     looks += 1;
+///     Ok(looks < 3)
+/// });
+/// assert!(ended.is_err() && looks == 3);
+/// # anyhow::Ok(())
+/// ```
+pub fn stays(what: &str, duration: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        let begun = Instant::now();
+        let met = condition();
+        let (took, so_far) = (begun.elapsed(), start.elapsed());
+        let changed = || format!("after {so_far:?} of {duration:?} it was no longer so: {what}");
+        ensure!(met.with_context(changed)?, "{}", changed());
+        let Some(left) = duration.checked_sub(so_far).filter(|left| !left.is_zero()) else { return Ok(()) };
+        thread::sleep(PAUSE.max(PAUSE_PER_LOOK * took).min(left));
     }
 }
