@@ -102,7 +102,9 @@ fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
         for pod in &pods {
             wait_in_force(pod, &server, &HOSTS)?;
         }
-        drop(capture);
+        let trace = capture.finish()?;
+        assert_no_strangers(&trace, &server, &HOSTS);
+        assert_eq!(trace.wrong_checksums().packets(), []);
         for clients in busy.into_iter().chain(silent) {
             survived += clients.close()?.iter().filter(|one| one.intact()).count();
         }
