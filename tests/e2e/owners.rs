@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use lab::capture::Content;
-use lab::{Capture, Family, Lab, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
+use lab::{Capture, Family, Lab, Packet, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
 
 use crate::support::{
     PATIENCE, WEB, announces, egress, has_bpftool, owner, policy, start_with, wait_in_force, wait_owner, wait_sources,
@@ -15,6 +15,8 @@ use crate::support::{
 
 /// The time between two announcements of a new owner.
 const BETWEEN_CLAIMS: Duration = Duration::from_secs(1);
+/// By then an owner has answered another host's claim. It does so within half a second, and its reminders come every ten seconds.
+const DEFENCE: Duration = Duration::from_secs(4);
 
 /// A policy with one egress IP of each family on two gateways, in force, with the default (short) leases.
 fn with_owner(test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
@@ -135,26 +137,23 @@ fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
             }
             for ip in ips() {
                 let owner = wait_owner(lab, ip, |_| true)?;
-                let right = mac_text(lab.node(&owner).external_mac());
-                wait_until("the owner is known", PATIENCE, || believed(server, ip), |mac| *mac == right)?;
+                let right = lab.node(&owner).external_mac();
+                let owner_is_known = || {
+                    let known = |mac: &String| *mac == mac_text(right);
+                    wait_until("the server has the owner's address", PATIENCE, || believed(server, ip), known).map(drop)
+                };
+                owner_is_known()?;
                 if away {
                     let lost = || Ok(lab.egressctl(&owner, &["state"])?["agent"]["leaseHeld"] == false);
                     wait_for("the lease cannot be renewed", PATIENCE, lost)?;
                 }
+                let capture = Capture::start(&server.ns, "eth0")?;
                 lab::traffic::send_claim(lab.router(), "ext0", ip, rogue)?;
-                wait_until(
-                    "the server has the rogue's address",
-                    PATIENCE,
-                    || believed(server, ip),
-                    |mac| *mac == mac_text(rogue),
-                )
-                .or_else(|_| believed(server, ip))?;
-                wait_until(
-                    "the server has the owner's address again",
-                    PATIENCE,
-                    || believed(server, ip),
-                    |mac| *mac == right,
-                )?;
+                let forged = capture.wait_for("the forged claim", PATIENCE, |p| p.claim() == Some((ip, rogue)))?;
+                // From then on the server has the rogue's address, if only for a moment.
+                let defends = |packet: &Packet| packet.at > forged.at && packet.claim() == Some((ip, right));
+                capture.wait_for("the owner's claim after it", DEFENCE, defends)?;
+                owner_is_known()?;
             }
         }
         wait_in_force(pod, server, &[10])
