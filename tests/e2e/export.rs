@@ -33,6 +33,11 @@ fn take_lines(ns: &NetNs) -> Result<Arc<Mutex<Vec<Value>>>> {
     Ok(lines)
 }
 
+/// Whether a line of nfcapd's log sums up what one exporter has sent.
+fn is_sum(line: &str) -> bool {
+    line.contains("Ident: ") && line.contains("Flows: ")
+}
+
 #[test]
 fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
     lab::require_root!();
@@ -105,9 +110,12 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
             let is_block = |record: &&Value| record["nat_event_id"] == "16" && record["src4_xlt_ip"] == "192.0.2.10";
             ensure!(records.iter().any(|record| is_block(&record)), "no port block: {records:?}");
         }
-        let log = nfcapd.log();
-        let bad = |line: &&str| line.contains("Ident") && !line.contains("Sequence Errors: 0, Bad Packets: 0");
-        ensure!(!log.lines().any(|line| bad(&line)), "{log}");
+        // nfcapd sums up each file in its log once it is finished.
+        let log = wait_until("a sum", PATIENCE, || Ok(nfcapd.log()), |log| log.lines().any(is_sum))?;
+        ensure!(
+            log.lines().filter(|line| is_sum(line)).all(|sum| sum.contains("Sequence Errors: 0, Bad Packets: 0")),
+            "{log}"
+        );
         let metrics = worker.sh(&format!("curl -sS http://{METRICS}/metrics | grep log_export_records"))?;
         for collector in [format!("ipfix://{}", Nfcapd::LISTENS), format!("json://{LINES}")] {
             let value = |name: &str| {
