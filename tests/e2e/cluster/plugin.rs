@@ -158,16 +158,19 @@ fn what_flows_is_shown(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// A program that runs until this is dropped.
+/// A program that runs until this is dropped. What it prints on its stderr, the test prints.
 struct Running(Child);
 
 impl Running {
     /// Starts it, and waits for a line with this text on its stderr.
     fn start(mut command: Command, says: &str) -> Result<Running> {
         let mut running = Running(command.stderr(Stdio::piped()).spawn()?);
+        let mut stderr = BufReader::new(running.0.stderr.take().context("its stderr")?);
         let mut line = String::new();
-        BufReader::new(running.0.stderr.take().context("its stderr")?).read_line(&mut line)?;
+        stderr.read_line(&mut line)?;
         ensure!(line.contains(says), "{line}");
+        // A program whose stderr is closed or full fails or stops at its next message. The thread ends with the program.
+        std::thread::spawn(move || std::io::copy(&mut stderr, &mut std::io::stderr()));
         Ok(running)
     }
 }
