@@ -16,6 +16,7 @@ use super::{API_SERVER, Cluster, ClusterNode, NodeKind, PATIENCE, SERVERS};
 use crate::wait::wait_for;
 
 const INIT: &str = include_str!("node-init.sh");
+const INIT_FILE: &str = "node-init.sh";
 /// Where etcd listens, in the API server's process.
 const ETCD: &str = "127.0.0.1:2379";
 const ZONES: [&str; 3] = ["a", "b", "c"];
@@ -127,12 +128,28 @@ impl Cluster {
         kill(Pid::from_raw(pid), signal).context("the API server cannot be frozen or thawed")
     }
 
+    /// What starts a node's first process: the script and its first arguments.
+    fn init(&self, node: &str) -> String {
+        format!("{} {} {node} ", self.dir.join(INIT_FILE).display(), self.dir.display())
+    }
+
+    /// Whether a process is this part's. The part may be dead already, and its process's id another one's, for example after a reboot.
+    fn is_part(&self, name: &str, pid: i32) -> bool {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).replace('\0', " ");
+        // The programs of an earlier process may be in another folder.
+        let runs = |program: &str| line.contains(&format!("/{program} "));
+        match name {
+            "servers" => runs("pod serve"),
+            "apiserver" | "controller-manager" | "scheduler" => runs(&format!("k8s {name}")),
+            node => line.contains(&self.init(node)),
+        }
+    }
+
     fn kill(&self, name: &str) -> Result<()> {
         let file = self.dir.join(format!("{name}.pid"));
         if let Some(pid) = fs::read_to_string(&file).ok().and_then(|text| text.trim().parse().ok()) {
-            // It may be dead already; after a reboot the id may be another process's, which must not be killed.
-            let ours = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            if ["k8s", "unshare", "node-init", "serve"].iter().any(|word| ours.contains(word)) {
+            if self.is_part(name, pid) {
                 kill(Pid::from_raw(pid), Signal::SIGKILL).ok();
                 Self::wait_gone(pid.cast_unsigned())?;
             }
@@ -155,7 +172,7 @@ impl Cluster {
         }
         self.file(&format!("{name}/containerd.toml"), &text::containerd(&self.binaries, &folder, runc))?;
         self.file(&format!("{name}/kubelet.yaml"), text::KUBELET)?;
-        let init = self.file("node-init.sh", INIT)?;
+        self.file(INIT_FILE, INIT)?;
         fs::copy(self.binaries.join("pod.tar"), self.dir.join("pod.tar"))?;
         let cgroups = self.make_cgroups(node)?;
         let mut labels = format!("topology.kubernetes.io/zone={}", ZONES[usize::from(node.of_kind - 1) % ZONES.len()]);
@@ -165,9 +182,8 @@ impl Cluster {
         let enter: String =
             cgroups.iter().map(|group| format!("echo $$ > {}/cgroup.procs\n", group.display())).collect();
         let script = format!(
-            "{enter}exec unshare -m -p -u -i -C --fork --kill-child --propagation private bash {} {} {name} {} {} {labels}",
-            init.display(),
-            self.dir.display(),
+            "{enter}exec unshare -m -p -u -i -C --fork --kill-child --propagation private bash {}{} {} {labels}",
+            self.init(name),
             node.address(),
             self.binaries.display(),
         );
