@@ -9,9 +9,10 @@ use lab::traffic::{
     undelivered,
 };
 use lab::{Capture, Family, Lab, PodSpec, wait_for, wait_until};
+use serde_json::Value;
 
 use crate::support::{
-    PATIENCE, QUIET, all_answered, assert_no_strangers, calm, start, wait_in_force, wait_sources, web, web_pod,
+    PATIENCE, QUIET, all_answered, assert_no_strangers, calm, egress, start, wait_in_force, wait_sources, web, web_pod,
 };
 
 const HOSTS: [u8; 3] = [10, 11, 12];
@@ -41,19 +42,30 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
             };
             rates.push(rate.start(&pod.ns, server.ips.at(family, 81))?);
         }
-        for node in ["worker1", "gw1", "worker1", "gw2"] {
+        let mut hosts = HOSTS.to_vec();
+        for (node, new) in [("worker1", 13), ("gw1", 14), ("worker1", 15), ("gw2", 16)] {
             lab.agent(node).kill()?;
             for all in &clients {
                 all.wait_progress(10, PATIENCE)?;
             }
             lab.start_agent(node, &calm())?;
-            // The restarted agent is at work: it follows a change.
+            let runs = || Ok(!lab.egressctl(node, &["state"])?["agent"].is_null());
+            wait_for("the agent runs", PATIENCE, runs)?;
+            // It is at work: it follows a change. Nobody else writes its tables.
+            hosts.push(new);
+            lab.manifests().write("web", &web(&hosts))?;
+            for ip in Family::BOTH.map(|family| egress(family, &[new])[0]) {
+                let rows = || lab.egressctl(node, &["ips"]);
+                let has_it = |rows: &Value| {
+                    rows["items"].as_array().into_iter().flatten().any(|row| row["egressIp"] == ip.to_string())
+                };
+                wait_until(&format!("the tables of {node} have {ip}"), PATIENCE, rows, has_it)?;
+            }
+            wait_in_force(&pod, &server, &hosts)?;
             for all in &clients {
                 all.wait_progress(30, PATIENCE)?;
             }
         }
-        lab.manifests().write("web", &web(&[10, 11, 12, 13]))?;
-        wait_in_force(&pod, &server, &[10, 11, 12, 13])?;
 
         for rate in rates {
             let report = rate.finish()?;
@@ -73,7 +85,7 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
         assert_eq!(undelivered(&ends, &streams.connections()), 0);
         all_answered(&datagrams)?;
         let trace = capture.finish()?;
-        assert_no_strangers(&trace, &server, &[10, 11, 12, 13]);
+        assert_no_strangers(&trace, &server, &hosts);
         assert_eq!(trace.wrong_checksums().packets(), []);
         Ok(())
     });
