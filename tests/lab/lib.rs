@@ -40,6 +40,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("the lab is made of Linux network namespaces");
 
+mod background;
 pub mod bgp;
 pub mod bpf;
 pub mod browser;

@@ -6,13 +6,11 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::mem::zeroed;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::traffic::set_int;
 
@@ -32,8 +30,7 @@ const TAGGED: u32 = 1 << 4;
 /// VLANs of one interface. Dropping it ends the thread, and with it the devices.
 #[derive(Debug)]
 pub struct Vlans {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Result<()>>>,
+    _thread: Background,
 }
 
 impl Vlans {
@@ -50,19 +47,8 @@ impl Vlans {
             lines.extend(addresses.iter().map(|address| format!("addr add {address} dev vlan{vlan}")));
         }
         ns.ip(&lines)?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let thread = Some(ns.spawn("vlans", move || carry(&socket, index, taps, &stopped))?);
-        Ok(Vlans { stop, thread })
-    }
-}
-
-impl Drop for Vlans {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(Ok(Err(error))) = self.thread.take().map(JoinHandle::join) {
-            eprintln!("lab: the VLANs ended with: {error:#}");
-        }
+        let _thread = Background::start(ns, "vlans", move |stop| carry(&socket, index, taps, stop))?;
+        Ok(Vlans { _thread })
     }
 }
 
@@ -111,9 +97,9 @@ fn link_address(index: u32, protocol: u16) -> libc::sockaddr_ll {
     address
 }
 
-fn carry(socket: &OwnedFd, index: u32, mut taps: BTreeMap<u16, File>, stop: &AtomicBool) -> Result<()> {
+fn carry(socket: &OwnedFd, index: u32, mut taps: BTreeMap<u16, File>, stop: &Stop) -> Result<()> {
     let mut buffer = vec![0; LONGEST];
-    while !stop.load(Ordering::Relaxed) {
+    while !stop.requested() {
         let ready: Vec<bool> = {
             let all = std::iter::once(socket.as_fd()).chain(taps.values().map(AsFd::as_fd));
             let mut fds: Vec<_> = all.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();

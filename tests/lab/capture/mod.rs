@@ -7,32 +7,27 @@ mod decode;
 mod socket;
 mod trace;
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 
 pub use self::decode::{Arp, Checksum, Content, Inner, Ip, Packet, TcpFlags, TransportLayer};
 use self::socket::PacketSocket;
 pub use self::trace::Trace;
+use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::wait::wait_until;
 
-#[derive(Debug, Default)]
-struct Shared {
-    packets: Mutex<Vec<Packet>>,
-    stop: AtomicBool,
-    dropped: Mutex<u64>,
-}
+type Packets = Arc<Mutex<Vec<Packet>>>;
 
 /// A capture that runs until it is finished or dropped.
 #[derive(Debug)]
 pub struct Capture {
     place: String,
-    shared: Arc<Shared>,
-    thread: Option<JoinHandle<Result<()>>>,
+    packets: Packets,
+    /// Its result is how many packets were lost on the way into it.
+    thread: Background<u64>,
 }
 
 impl Capture {
@@ -50,38 +45,38 @@ impl Capture {
     fn on(ns: &NetNs, interface: &str, index: u32) -> Result<Capture> {
         let place = format!("{} {interface}", ns.name());
         let socket = ns.run(|| PacketSocket::open(index)).with_context(|| format!("cannot capture on {place}"))?;
-        let shared = Arc::new(Shared::default());
-        let for_thread = Arc::clone(&shared);
-        let thread = Some(ns.spawn("capture", move || record(&socket, &for_thread))?);
-        Ok(Capture { place, shared, thread })
+        let packets = Packets::default();
+        let for_thread = Arc::clone(&packets);
+        let thread = Background::start(ns, "capture", move |stop| record(&socket, &for_thread, stop))?;
+        Ok(Capture { place, packets, thread })
     }
 
     /// What was captured so far. Use it for waiting: it may be some milliseconds behind, and only [`Capture::finish`] reports whether
     /// something was missed.
     pub fn so_far(&self) -> Trace {
-        Trace::new(lock(&self.shared.packets).clone())
+        Trace::new(lock(&self.packets).clone())
     }
 
     /// How many packets captured so far are `wanted`. Use it for waiting, like [`Capture::so_far`]; it may be some milliseconds behind.
     pub fn count(&self, wanted: impl Fn(&Packet) -> bool) -> usize {
-        lock(&self.shared.packets).iter().filter(|packet| wanted(packet)).count()
+        lock(&self.packets).iter().filter(|packet| wanted(packet)).count()
     }
 
     /// Waits until a packet that is `wanted` was captured, and returns the first.
     pub fn wait_for(&self, what: &str, timeout: Duration, wanted: impl Fn(&Packet) -> bool) -> Result<Packet> {
         let what = format!("{what} on {}", self.place);
-        let first = || Ok(lock(&self.shared.packets).iter().find(|packet| wanted(packet)).cloned());
+        let first = || Ok(lock(&self.packets).iter().find(|packet| wanted(packet)).cloned());
         wait_until(&what, timeout, first, Option::is_some)?.context("a packet that was seen")
     }
 
     /// What was captured since the beginning or the last call, and forgets it.
     pub fn take(&self) -> Trace {
-        Trace::new(std::mem::take(&mut *lock(&self.shared.packets)))
+        Trace::new(std::mem::take(&mut *lock(&self.packets)))
     }
 
     /// Forgets what was captured so far.
     pub fn clear(&self) {
-        lock(&self.shared.packets).clear();
+        lock(&self.packets).clear();
     }
 
     /// Ends the capture, with everything that had arrived, and fails if packets were lost on the way into it.
@@ -106,38 +101,23 @@ impl Capture {
     }
 
     /// Ends the capture; the second value is how many packets were lost on the way into it.
-    pub fn finish_lossy(mut self) -> Result<(Trace, u64)> {
-        self.shared.stop.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            thread.join().map_err(|_| anyhow!("the capture on {} panicked", self.place))??;
-        }
-        let packets = std::mem::take(&mut *lock(&self.shared.packets));
-        let dropped = *lock(&self.shared.dropped);
-        Ok((Trace::new(packets), dropped))
+    pub fn finish_lossy(self) -> Result<(Trace, u64)> {
+        let dropped = self.thread.finish().with_context(|| format!("the capture on {}", self.place))?;
+        Ok((Trace::new(std::mem::take(&mut *lock(&self.packets))), dropped))
     }
 }
 
-impl Drop for Capture {
-    fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            thread.join().ok();
-        }
-    }
-}
-
-fn record(socket: &PacketSocket, shared: &Shared) -> Result<()> {
+fn record(socket: &PacketSocket, packets: &Packets, stop: &Stop) -> Result<u64> {
     let mut buffer = vec![0; socket::LARGEST];
     loop {
         // Read before the socket is drained: what had arrived when the end was requested is part of the capture.
-        let last_round = shared.stop.load(Ordering::Relaxed);
+        let last_round = stop.requested();
         while let Some(frame) = socket.receive(&mut buffer)? {
             let packet = decode::packet(&buffer[..frame.captured], &frame);
-            lock(&shared.packets).push(packet);
+            lock(packets).push(packet);
         }
         if last_round {
-            *lock(&shared.dropped) = socket.dropped()?;
-            return Ok(());
+            return socket.dropped();
         }
         socket.wait(Duration::from_millis(10))?;
     }

@@ -3,17 +3,16 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Serialize;
 use std::os::fd::AsFd;
 
 use super::wire::bind;
+use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 
 /// Bytes per system call.
@@ -55,8 +54,7 @@ impl BulkReport {
 /// A server for [`bulk`].
 #[derive(Debug)]
 pub struct BulkServer {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Result<()>>>,
+    _thread: Background,
 }
 
 impl BulkServer {
@@ -64,19 +62,8 @@ impl BulkServer {
     pub fn start(ns: &NetNs, addresses: &[SocketAddr]) -> Result<BulkServer> {
         let listeners =
             ns.run(|| addresses.iter().map(|&one| bind(one, TcpListener::bind)).collect::<Result<Vec<_>>>())?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let thread = Some(ns.spawn("bulk-server", move || serve(&listeners, &stopped))?);
-        Ok(BulkServer { stop, thread })
-    }
-}
-
-impl Drop for BulkServer {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(Err(error)) = self.thread.take().map(|thread| thread.join().map_err(|_| anyhow!("panicked"))?) {
-            eprintln!("lab: the bulk server ended with: {error:#}");
-        }
+        let _thread = Background::start(ns, "bulk-server", move |stop| serve(&listeners, stop))?;
+        Ok(BulkServer { _thread })
     }
 }
 
@@ -115,12 +102,12 @@ pub fn bulk(ns: &NetNs, target: SocketAddr, direction: Direction, bytes: u64) ->
     })
 }
 
-fn serve(listeners: &[TcpListener], stop: &AtomicBool) -> Result<()> {
+fn serve(listeners: &[TcpListener], stop: &Stop) -> Result<()> {
     for listener in listeners {
         listener.set_nonblocking(true)?;
     }
     thread::scope(|scope| {
-        while !stop.load(Ordering::Relaxed) {
+        while !stop.requested() {
             let mut fds: Vec<_> = listeners.iter().map(|one| PollFd::new(one.as_fd(), PollFlags::POLLIN)).collect();
             poll(&mut fds, PollTimeout::from(10u8)).context("poll")?;
             for listener in listeners {

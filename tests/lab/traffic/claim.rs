@@ -3,13 +3,12 @@
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use etherparse::{EtherType, Ethernet2Header, Icmpv6Header, Icmpv6Type, IpNumber, Ipv6Header, icmpv6};
 
+use crate::background::Background;
 use crate::netns::NetNs;
 
 /// Sends one claim out of `interface`, to all hosts of its segment.
@@ -50,8 +49,7 @@ pub fn send_claim(ns: &NetNs, interface: &str, address: IpAddr, mac: [u8; 6]) ->
 /// A host that repeatedly asks by ARP who has some addresses, until it is dropped.
 #[derive(Debug)]
 pub struct Asker {
-    stop: Option<Sender<()>>,
-    thread: Option<JoinHandle<Result<()>>>,
+    _thread: Background,
 }
 
 impl Asker {
@@ -72,23 +70,13 @@ impl Asker {
             [&header[..], &body].concat()
         };
         let frames: Vec<Vec<u8>> = addresses.iter().map(frame).collect();
-        let (stop, stopped) = mpsc::channel();
-        let thread = ns.spawn("asker", move || {
-            while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+        let _thread = Background::start(ns, "asker", move |stop| {
+            while stop.rest(interval) {
                 frames.iter().try_for_each(|frame| send_frame(index, frame)).context("cannot ask")?;
             }
             Ok(())
         })?;
-        Ok(Asker { stop: Some(stop), thread: Some(thread) })
-    }
-}
-
-impl Drop for Asker {
-    fn drop(&mut self) {
-        self.stop.take();
-        if let Some(thread) = self.thread.take() {
-            thread.join().ok();
-        }
+        Ok(Asker { _thread })
     }
 }
 

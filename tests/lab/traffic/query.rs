@@ -3,9 +3,6 @@
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -17,6 +14,7 @@ use nix::sys::socket::{
 };
 
 use super::wire::bind;
+use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 
 const SIZE: usize = 64;
@@ -27,8 +25,7 @@ const LAST_ANSWERS: Duration = Duration::from_secs(1);
 /// Answers every datagram, with the address that it was sent to.
 #[derive(Debug)]
 pub struct AnswerServer {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Result<()>>>,
+    _thread: Background,
 }
 
 impl AnswerServer {
@@ -38,24 +35,13 @@ impl AnswerServer {
         socket.set_nonblocking(true)?;
         setsockopt(&socket.as_fd(), sockopt::Ipv6RecvPacketInfo, &true)?;
         setsockopt(&socket.as_fd(), sockopt::RcvBufForce, &BUFFER)?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let thread = Some(ns.spawn("answer-server", move || answer(&socket, &stopped))?);
-        Ok(AnswerServer { stop, thread })
+        let _thread = Background::start(ns, "answer-server", move |stop| answer(&socket, stop))?;
+        Ok(AnswerServer { _thread })
     }
 }
 
-impl Drop for AnswerServer {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(Ok(Err(error))) = self.thread.take().map(JoinHandle::join) {
-            eprintln!("lab: the server of answers ended with: {error:#}");
-        }
-    }
-}
-
-fn answer(socket: &UdpSocket, stop: &AtomicBool) -> Result<()> {
-    while !stop.load(Ordering::Relaxed) {
+fn answer(socket: &UdpSocket, stop: &Stop) -> Result<()> {
+    while !stop.requested() {
         poll(&mut [PollFd::new(socket.as_fd(), PollFlags::POLLIN)], PollTimeout::from(10u8)).context("poll")?;
         while answer_one(socket)? {}
     }

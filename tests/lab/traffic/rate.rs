@@ -2,16 +2,14 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use serde::Serialize;
 
 use super::wire::{reset_on_close, start_connect};
+use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::stats::Percentiles;
 
@@ -85,34 +83,18 @@ impl RateReport {
 /// A generator that runs.
 #[derive(Debug)]
 pub struct RunningRate {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Result<RateReport>>>,
+    thread: Background<RateReport>,
 }
 
 impl RunningRate {
     /// Ends it and the connections that it holds, and returns what it did.
-    pub fn finish(mut self) -> Result<RateReport> {
-        self.stop.store(true, Ordering::Relaxed);
-        self.join()
+    pub fn finish(self) -> Result<RateReport> {
+        self.thread.finish()
     }
 
     /// Waits until it has made and closed its `total` and returns what it did.
-    pub fn wait(mut self) -> Result<RateReport> {
-        self.join()
-    }
-
-    fn join(&mut self) -> Result<RateReport> {
-        let thread = self.thread.take().context("the generator was already joined")?;
-        thread.join().map_err(|_| anyhow!("the generator panicked"))?
-    }
-}
-
-impl Drop for RunningRate {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            thread.join().ok();
-        }
+    pub fn wait(self) -> Result<RateReport> {
+        self.thread.wait()
     }
 }
 
@@ -124,10 +106,9 @@ impl ConnectRate {
 
     /// Starts opening connections from `ns` to the `targets`, one after the other and over again.
     pub fn start_all(&self, ns: &NetNs, targets: Vec<SocketAddr>) -> Result<RunningRate> {
-        let stop = Arc::new(AtomicBool::new(false));
-        let (for_thread, options) = (Arc::clone(&stop), self.clone());
-        let thread = Some(ns.spawn("connect-rate", move || generate(&targets, &options, &for_thread))?);
-        Ok(RunningRate { stop, thread })
+        let options = self.clone();
+        let thread = Background::start(ns, "connect-rate", move |stop| generate(&targets, &options, stop))?;
+        Ok(RunningRate { thread })
     }
 }
 
@@ -142,7 +123,7 @@ pub fn syns_repeated(ns: &NetNs) -> Result<u64> {
     value.parse().with_context(|| format!("repeated SYNs: {value}"))
 }
 
-fn generate(targets: &[SocketAddr], options: &ConnectRate, stop: &AtomicBool) -> Result<RateReport> {
+fn generate(targets: &[SocketAddr], options: &ConnectRate, stop: &Stop) -> Result<RateReport> {
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
     let mut slots: Vec<Option<(TcpStream, Instant)>> = (0..options.concurrency).map(|_| None).collect();
     let mut free: Vec<usize> = (0..options.concurrency).collect();
@@ -151,7 +132,7 @@ fn generate(targets: &[SocketAddr], options: &ConnectRate, stop: &AtomicBool) ->
     let mut report = RateReport::default();
     let (start, mut started) = (Instant::now(), 0u64);
     let (mut last_opened, mut next_look) = (start, start + LOOK_EVERY);
-    while !stop.load(Ordering::Relaxed) && (started < options.total || free.len() < slots.len() || !held.is_empty()) {
+    while !stop.requested() && (started < options.total || free.len() < slots.len() || !held.is_empty()) {
         while held.pop_front_if(|(until, _)| *until <= Instant::now()).is_some() {}
         let due = match options.per_second {
             0 => u64::MAX,

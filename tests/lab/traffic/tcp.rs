@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -12,6 +11,7 @@ use serde::Serialize;
 
 use super::tally;
 use super::tcp_engine::{Engine, Shared};
+use crate::background::Background;
 use crate::netns::NetNs;
 use crate::wait::wait_until;
 
@@ -182,7 +182,7 @@ pub struct TcpClients {
 #[derive(Debug)]
 struct End {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<Result<()>>>,
+    thread: Background,
 }
 
 impl TcpServer {
@@ -308,9 +308,10 @@ impl TcpClients {
     }
 
     /// Closes all connections and returns the final reports.
-    pub fn close(mut self) -> Result<Vec<ConnectionReport>> {
-        self.end.stop()?;
-        Ok(self.connections())
+    pub fn close(self) -> Result<Vec<ConnectionReport>> {
+        let End { shared, thread } = self.end;
+        thread.finish()?;
+        Ok(shared.reports())
     }
 }
 
@@ -343,21 +344,16 @@ impl End {
         let shared = Arc::new(Shared::new(options.sending));
         let (ready, is_ready) = std::sync::mpsc::channel();
         let for_thread = Arc::clone(&shared);
-        let thread = ns.spawn(name, move || {
-            let engine = Engine::new(for_thread, options).and_then(|mut engine| prepare(&mut engine).map(|()| engine));
-            match engine {
-                Ok(engine) => {
-                    ready.send(()).ok();
-                    engine.run()
-                }
-                Err(error) => Err(error),
-            }
+        let thread = Background::start(ns, name, move |stop| {
+            let mut engine = Engine::new(for_thread, options)?;
+            prepare(&mut engine)?;
+            ready.send(()).ok();
+            engine.run(stop)
         })?;
-        let mut end = End { shared, thread: Some(thread) };
-        if is_ready.recv().is_err() {
-            end.stop()?;
+        match is_ready.recv() {
+            Ok(()) => Ok(End { shared, thread }),
+            Err(never) => Err(thread.finish().err().unwrap_or(never.into())),
         }
-        Ok(end)
     }
 
     fn wait(
@@ -382,21 +378,5 @@ impl End {
         let ended = before.iter().zip(&all).find(|(before, now)| open(before) && !open(now));
         ensure!(ended.is_none(), "{what}: one has ended: {ended:?}");
         Ok(())
-    }
-
-    fn stop(&mut self) -> Result<()> {
-        self.shared.stop.store(true, Ordering::Relaxed);
-        match self.thread.take() {
-            Some(thread) => thread.join().map_err(|_| anyhow::anyhow!("a traffic thread panicked"))?,
-            None => Ok(()),
-        }
-    }
-}
-
-impl Drop for End {
-    fn drop(&mut self) {
-        if let Err(error) = self.stop() {
-            eprintln!("lab: traffic ended with: {error:#}");
-        }
     }
 }

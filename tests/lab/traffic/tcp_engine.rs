@@ -12,6 +12,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use super::next_id;
 use super::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpOptions};
 use super::wire::{RECORD, Record, bind, reset_on_close, start_connect};
+use crate::background::Stop;
 
 /// How many connections are started in one turn: more would overflow the server's SYN queue.
 const CONNECTS_PER_TURN: usize = 128;
@@ -25,7 +26,6 @@ pub(super) struct Shared {
     /// Connections still to be started.
     pub wanted: AtomicUsize,
     pub sending: AtomicBool,
-    pub stop: AtomicBool,
     /// Whether to drop reports of connections that are no longer open.
     pub forgotten: AtomicBool,
 }
@@ -36,7 +36,6 @@ impl Shared {
             reports: Mutex::default(),
             wanted: AtomicUsize::new(0),
             sending: AtomicBool::new(sending),
-            stop: AtomicBool::new(false),
             forgotten: AtomicBool::new(false),
         }
     }
@@ -108,10 +107,10 @@ impl Engine {
     }
 
     /// Runs until told to stop.
-    pub fn run(mut self) -> Result<()> {
+    pub fn run(mut self, stop: &Stop) -> Result<()> {
         let mut events = vec![EpollEvent::empty(); 512];
         let mut next_tick = Instant::now();
-        while !self.shared.stop.load(Ordering::Relaxed) {
+        while !stop.requested() {
             let shared = Arc::clone(&self.shared);
             let patience = next_tick.saturating_duration_since(Instant::now()).min(Duration::from_millis(10));
             let timeout = EpollTimeout::try_from(patience + Duration::from_micros(999))?;

@@ -5,15 +5,14 @@ use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::wire::bind;
+use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::stats::Percentiles;
 
@@ -37,8 +36,7 @@ pub enum ServerAnswer {
 /// A server for measurements: it does as little as possible.
 #[derive(Debug)]
 pub struct LoadServer {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Result<()>>>,
+    _thread: Background,
 }
 
 impl LoadServer {
@@ -51,26 +49,15 @@ impl LoadServer {
             // std's queue holds 128 connections.
             nix::sys::socket::listen(listener, nix::sys::socket::Backlog::MAXALLOWABLE)?;
         }
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let thread = Some(ns.spawn("load-server", move || serve(&listeners, answer, &stopped))?);
-        Ok(LoadServer { stop, thread })
+        let _thread = Background::start(ns, "load-server", move |stop| serve(&listeners, answer, stop))?;
+        Ok(LoadServer { _thread })
     }
 }
 
-impl Drop for LoadServer {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(Err(error)) = self.thread.take().map(|thread| thread.join().map_err(|_| anyhow!("panicked"))?) {
-            eprintln!("lab: the load server ended with: {error:#}");
-        }
-    }
-}
-
-fn serve(listeners: &[TcpListener], answer: ServerAnswer, stop: &AtomicBool) -> Result<()> {
+fn serve(listeners: &[TcpListener], answer: ServerAnswer, stop: &Stop) -> Result<()> {
     let mut held = VecDeque::with_capacity(HELD);
     thread::scope(|scope| {
-        while !stop.load(Ordering::Relaxed) {
+        while !stop.requested() {
             let mut fds: Vec<_> = listeners.iter().map(|one| PollFd::new(one.as_fd(), PollFlags::POLLIN)).collect();
             poll(&mut fds, PollTimeout::from(10u8)).context("poll")?;
             for listener in listeners {

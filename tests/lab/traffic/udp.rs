@@ -5,16 +5,16 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Serialize;
 use std::os::fd::AsFd;
 
 use super::wire::{RECORD, Record, bind};
 use super::{next_id, tally};
+use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::wait::wait_until;
 
@@ -35,7 +35,6 @@ pub struct UdpSeen {
 #[derive(Debug, Default)]
 struct ServerShared {
     flows: Mutex<BTreeMap<u64, UdpSeen>>,
-    stop: AtomicBool,
     /// How many times to send an unsolicited datagram to every peer.
     pushes: AtomicU64,
 }
@@ -44,7 +43,7 @@ struct ServerShared {
 #[derive(Debug)]
 pub struct UdpServer {
     shared: Arc<ServerShared>,
-    thread: Option<JoinHandle<Result<()>>>,
+    _thread: Background,
 }
 
 impl UdpServer {
@@ -61,8 +60,8 @@ impl UdpServer {
         })?;
         let shared = Arc::new(ServerShared::default());
         let for_thread = Arc::clone(&shared);
-        let thread = Some(ns.spawn("udp-server", move || serve(&sockets, &for_thread))?);
-        Ok(UdpServer { shared, thread })
+        let _thread = Background::start(ns, "udp-server", move |stop| serve(&sockets, &for_thread, stop))?;
+        Ok(UdpServer { shared, _thread })
     }
 
     /// What was seen of each flow, by the flow's id.
@@ -81,17 +80,10 @@ impl UdpServer {
     }
 }
 
-impl Drop for UdpServer {
-    fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Relaxed);
-        finish(self.thread.take());
-    }
-}
-
-fn serve(sockets: &[UdpSocket], shared: &ServerShared) -> Result<()> {
+fn serve(sockets: &[UdpSocket], shared: &ServerShared, stop: &Stop) -> Result<()> {
     let mut bytes = vec![0; MAX_DATAGRAM];
     let mut pushed = 0;
-    while !shared.stop.load(Ordering::Relaxed) {
+    while !stop.requested() {
         wait_readable(sockets.iter())?;
         for socket in sockets {
             while let Some((size, peer)) = receive(socket, &mut bytes)? {
@@ -182,7 +174,6 @@ const ON_THE_WAY: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 struct ClientShared {
     flows: Mutex<Vec<UdpFlowReport>>,
-    stop: AtomicBool,
     sending: AtomicBool,
 }
 
@@ -190,7 +181,7 @@ struct ClientShared {
 #[derive(Debug)]
 pub struct UdpClients {
     shared: Arc<ClientShared>,
-    thread: Option<JoinHandle<Result<()>>>,
+    _thread: Background,
 }
 
 impl UdpClients {
@@ -211,10 +202,10 @@ impl UdpClients {
             })
         };
         let flows = Mutex::new(sockets.iter().map(report).collect::<Result<Vec<_>>>()?);
-        let shared = Arc::new(ClientShared { flows, stop: AtomicBool::new(false), sending: AtomicBool::new(true) });
+        let shared = Arc::new(ClientShared { flows, sending: AtomicBool::new(true) });
         let for_thread = Arc::clone(&shared);
-        let thread = Some(ns.spawn("udp-clients", move || request(&sockets, &for_thread, &options))?);
-        Ok(UdpClients { shared, thread })
+        let _thread = Background::start(ns, "udp-clients", move |stop| request(&sockets, &for_thread, &options, stop))?;
+        Ok(UdpClients { shared, _thread })
     }
 
     /// What is known about each flow.
@@ -265,13 +256,6 @@ impl UdpClients {
     }
 }
 
-impl Drop for UdpClients {
-    fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Relaxed);
-        finish(self.thread.take());
-    }
-}
-
 fn client_socket(target: SocketAddr) -> Result<UdpSocket> {
     let any: SocketAddr = if target.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
     let socket = UdpSocket::bind(any)?;
@@ -280,10 +264,10 @@ fn client_socket(target: SocketAddr) -> Result<UdpSocket> {
     Ok(socket)
 }
 
-fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions) -> Result<()> {
+fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions, stop: &Stop) -> Result<()> {
     let mut bytes = vec![0; MAX_DATAGRAM];
     let mut next_tick = Instant::now();
-    while !shared.stop.load(Ordering::Relaxed) {
+    while !stop.requested() {
         wait_readable(sockets.iter())?;
         let mut flows = lock(&shared.flows);
         for (socket, flow) in sockets.iter().zip(flows.iter_mut()) {
@@ -347,11 +331,4 @@ fn receive(socket: &UdpSocket, bytes: &mut [u8]) -> std::io::Result<Option<(usiz
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn finish(thread: Option<JoinHandle<Result<()>>>) {
-    let ended = thread.map(|thread| thread.join().map_err(|_| anyhow!("a traffic thread panicked"))?);
-    if let Some(Err(error)) = ended {
-        eprintln!("lab: traffic ended with: {error:#}");
-    }
 }

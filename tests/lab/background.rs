@@ -1,0 +1,87 @@
+//! Threads in network namespaces that work until their owner ends them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, anyhow};
+
+use crate::netns::NetNs;
+
+/// Whether a thread is to end: what it looks at again and again.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Stop(Arc<AtomicBool>);
+
+impl Stop {
+    /// Whether it is time.
+    pub fn requested(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Lets the calling thread rest, but not longer than until its owner ends it. Returns whether it goes on.
+    pub fn rest(&self, duration: Duration) -> bool {
+        if !self.requested() {
+            thread::park_timeout(duration);
+        }
+        !self.requested()
+    }
+}
+
+/// A thread that is ended when this is dropped. An error of its work is printed then, unless [`Background::finish`] returned it.
+#[derive(Debug)]
+pub(crate) struct Background<T = ()> {
+    stop: Stop,
+    thread: Option<JoinHandle<Result<T>>>,
+}
+
+impl<T: Send + 'static> Background<T> {
+    /// Starts `work` in this namespace, on a thread of this name.
+    pub fn start(
+        ns: &NetNs,
+        name: &str,
+        work: impl FnOnce(&Stop) -> Result<T> + Send + 'static,
+    ) -> Result<Background<T>> {
+        let stop = Stop::default();
+        let for_thread = stop.clone();
+        let thread = Some(ns.spawn(name, move || work(&for_thread))?);
+        Ok(Background { stop, thread })
+    }
+}
+
+impl<T> Background<T> {
+    /// Ends it, and returns the result.
+    pub fn finish(mut self) -> Result<T> {
+        self.stop();
+        self.join()
+    }
+
+    /// Waits until it ends by itself, and returns the result.
+    pub fn wait(mut self) -> Result<T> {
+        self.join()
+    }
+
+    fn stop(&self) {
+        self.stop.0.store(true, Ordering::Relaxed);
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+    }
+
+    fn join(&mut self) -> Result<T> {
+        let thread = self.thread.take().context("it has been joined")?;
+        let name = thread.thread().name().unwrap_or_default().to_owned();
+        thread.join().map_err(|_| anyhow!("the thread {name} panicked"))?
+    }
+}
+
+impl<T> Drop for Background<T> {
+    fn drop(&mut self) {
+        self.stop();
+        let Some(thread) = &self.thread else { return };
+        let name = thread.thread().name().unwrap_or_default().to_owned();
+        if let Err(error) = self.join() {
+            eprintln!("lab: {name} ended with: {error:#}");
+        }
+    }
+}
