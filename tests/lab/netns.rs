@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -221,11 +221,6 @@ impl NetNs {
             let what = format!("every interface {what} in {}", self.name);
             wait_until(&what, LINK_TIMEOUT, missing, |missing| missing.is_empty()).map(drop)
         })
-    }
-
-    /// The descriptor, for setting up namespaces by netlink.
-    pub fn raw_fd(&self) -> i32 {
-        self.file.as_raw_fd()
     }
 }
 

@@ -1,9 +1,7 @@
 //! Evaluates figures: whether a spread is even, how a sample is distributed.
 
-use serde::Serialize;
-
 /// The order statistics of a sample.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Percentiles {
     /// The size of the sample. All figures are 0 for an empty one.
     pub count: usize,
@@ -11,14 +9,10 @@ pub struct Percentiles {
     pub min: f64,
     /// The median; between the middle two of an even number.
     pub p50: f64,
-    /// 90 % are not above it.
-    pub p90: f64,
     /// 99 % are not above it.
     pub p99: f64,
     /// The largest.
     pub max: f64,
-    /// The arithmetic mean.
-    pub mean: f64,
 }
 
 impl Percentiles {
@@ -29,9 +23,13 @@ impl Percentiles {
         let (Some(&min), Some(&max)) = (sorted.first(), sorted.last()) else { return Percentiles::default() };
         let count = sorted.len();
         let at = |share: f64| sorted[((share * count as f64).ceil() as usize).clamp(1, count) - 1];
+<<<<<<< HEAD
         let p50 = (sorted[(count - 1) / 2] + sorted[count / 2]) / 2.0;
         let mean = sorted.iter().sum::<f64>() / count as f64;
         Percentiles { count, min, p50, p90: at(0.9), p99: at(0.99), max, mean }
+=======
+        Percentiles { count, min, p50: at(0.5), p99: at(0.99), max }
+>>>>>>> e748591 (lab: nothing that nobody uses)
     }
 }
 
@@ -93,8 +91,13 @@ mod tests {
     #[test]
     fn percentiles_are_nearest_ranks_and_the_median_is_in_the_middle() {
         let hundred = Percentiles::of((1..=100).map(f64::from));
+<<<<<<< HEAD
         assert_eq!((hundred.p50, hundred.p90, hundred.p99, hundred.max), (50.5, 90.0, 99.0, 100.0));
         assert_eq!((Percentiles::of([7.0]).p50, Percentiles::of([7.0]).p99), (7.0, 7.0));
+=======
+        assert_eq!((hundred.p50, hundred.p99, hundred.max), (50.0, 99.0, 100.0));
+        assert_eq!(Percentiles::of([7.0]).p99, 7.0);
+>>>>>>> e748591 (lab: nothing that nobody uses)
         assert_eq!(Percentiles::of([]).count, 0);
     }
 }

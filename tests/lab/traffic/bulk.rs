@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use serde::Serialize;
 use std::os::fd::AsFd;
 
 use super::wire::bind;
@@ -23,7 +22,7 @@ const STALLED: Duration = Duration::from_secs(10);
 const CRAWL: f64 = 100_000.0;
 
 /// The direction of the bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the client to the server.
     Upload,
@@ -32,7 +31,7 @@ pub enum Direction {
 }
 
 /// A finished transfer.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug)]
 pub struct BulkReport {
     /// Bytes of payload, all of which arrived.
     pub bytes: u64,

@@ -10,7 +10,6 @@ use etherparse::{
     IcmpEchoHeader, Icmpv4Header, Icmpv4Slice, Icmpv4Type, Icmpv6Header, Icmpv6Slice, Icmpv6Type, Ipv4Slice,
 };
 use nix::sys::socket::{SockaddrStorage, sendto, setsockopt, sockopt};
-use serde::Serialize;
 
 use crate::netns::NetNs;
 
@@ -38,7 +37,7 @@ impl Default for Ping {
 }
 
 /// What came back.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default)]
 pub struct PingReport {
     /// Requests sent.
     pub sent: u16,

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
-use serde::Serialize;
 
 use super::wire::{reset_on_close, start_connect};
 use crate::background::{Background, Stop};
@@ -44,7 +43,7 @@ impl Default for ConnectRate {
 }
 
 /// What a generator did.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default)]
 pub struct RateReport {
     /// Connections that were established.
     pub opened: u64,
@@ -55,7 +54,6 @@ pub struct RateReport {
     /// The longest time in which no connection was established.
     pub longest_gap: Duration,
     /// How long connections took, for up to a million of them.
-    #[serde(skip)]
     pub latencies: Vec<Duration>,
 }
 

@@ -7,7 +7,6 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use serde::Serialize;
 
 use super::tally;
 use super::tcp_engine::{Engine, Shared};
@@ -71,7 +70,7 @@ impl TcpOptions {
 }
 
 /// The state of a connection.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConnectionState {
     /// The SYN was sent.
     Connecting,
@@ -84,7 +83,7 @@ pub enum ConnectionState {
 }
 
 /// What one end knows about one connection.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct ConnectionReport {
     /// The flow's id, chosen by the client. A server knows it from the first record on; 0 before.
     pub id: u64,
@@ -107,7 +106,6 @@ pub struct ConnectionReport {
     /// The longest time between two arrivals since the beginning or [`TcpClients::reset_pauses`].
     pub longest_pause: Duration,
     /// When the last bytes arrived, or pauses began to be measured.
-    #[serde(skip)]
     pub last_arrival: Instant,
 }
 

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use serde::Serialize;
 use std::os::fd::AsFd;
 
 use super::wire::{RECORD, Record, bind};
@@ -22,7 +21,7 @@ use crate::wait::wait_until;
 const MAX_DATAGRAM: usize = 65_535;
 
 /// What a server has seen of one flow.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default)]
 pub struct UdpSeen {
     /// The source addresses of the flow: more than one means that it moved.
     pub peers: BTreeSet<SocketAddr>,
@@ -145,7 +144,7 @@ impl UdpOptions {
 }
 
 /// What a client knows about one flow.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct UdpFlowReport {
     /// The flow's id, as in [`UdpServer::flows`].
     pub id: u64,
@@ -164,7 +163,6 @@ pub struct UdpFlowReport {
     /// The longest time between two replies.
     pub longest_pause: Duration,
     /// When the last reply arrived.
-    #[serde(skip)]
     pub last_arrival: Instant,
 }
 
