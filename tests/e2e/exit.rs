@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 
 use anyhow::{Context, Result};
 use lab::hook::{ChainPosition, HookAction, Hooked, Means, Side, hook_by};
+use lab::traffic::forge::{FORWARD, REPLY, TUNNEL_PORT};
 use lab::traffic::{
     Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, send_packet,
     send_vxlan, send_vxlan_from,
@@ -14,11 +15,6 @@ use crate::support::{
     PATIENCE, assert_no_strangers, at, attaching, counter, egress, fixed, sources, start_with, wait_counter,
     wait_in_force, web, web_pod, web_pod_with,
 };
-
-/// VXLAN network identifiers, as in `egress_common::abi`.
-const FORWARD: u32 = 0x53_50_01;
-const REPLY: u32 = 0x53_50_02;
-const TUNNEL_PORT: u16 = 8473;
 
 /// A lab with a selected pod of this kind on `worker1`, in force, whose node does not masquerade: what leaks shows the pod's address.
 fn with_pod(cni: Cni, test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {

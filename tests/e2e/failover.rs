@@ -10,8 +10,8 @@ use lab::traffic::{ConnectRate, ConnectionReport, ServerMode, TcpClients, TcpOpt
 use lab::{Capture, Family, Lab, PodSpec, Segment, Server, StartOptions, Trace, stays, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, QUIET, WEB, assert_no_strangers, egress, owner, policy, pool, start, start_with, wait_in_force,
-    wait_owner, wait_refused, web,
+    PATIENCE, QUIET, WEB, assert_no_strangers, egress, mac_text, neighbour, owner, policy, pool, start, start_with,
+    wait_in_force, wait_owner, wait_refused, web, who_answers,
 };
 
 /// The egress IPs of both families with these host numbers.
@@ -229,16 +229,6 @@ fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
     });
 }
 
-/// The MAC address that `server` has for an address, as `ip neigh` prints it.
-fn neighbour(server: &Server, address: IpAddr) -> Result<String> {
-    let line = server.ns.sh(&format!("ip neigh show {address} dev eth0"))?;
-    Ok(line.split_whitespace().skip_while(|word| *word != "lladdr").nth(1).unwrap_or_default().to_owned())
-}
-
-fn mac_text(mac: [u8; 6]) -> String {
-    mac.map(|byte| format!("{byte:02x}")).join(":")
-}
-
 /// docs/failures.md: no-garp.
 #[test]
 fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
@@ -285,26 +275,10 @@ fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
     });
 }
 
-/// Asks who has `address` until somebody answers, several times, and returns all who answered.
-fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
-    let mut answered = BTreeSet::new();
-    for round in 0..5 {
-        let capture = Capture::start(&server.ns, "eth0")?;
-        wait_for(&format!("an answer for {address} in round {round}"), PATIENCE, || {
-            server.ns.sh(&format!("ip neigh del {address} dev eth0 2>/dev/null || true"))?;
-            // Any packet makes the kernel resolve the address.
-            let any: std::net::SocketAddr = if address.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
-            server.ns.run(|| Ok(std::net::UdpSocket::bind(any)?.send_to(b"x", (address, 9))?))?;
-            let asked = Instant::now();
-            let answer = |packet: &lab::Packet| packet.claim().is_some_and(|(claimed, _)| claimed == address);
-            wait_for("an answer", Duration::from_millis(300), || {
-                Ok(capture.count(answer) > 0 && asked.elapsed() > QUIET / 3)
-            })?;
-            Ok(true)
-        })?;
-        answered.extend(capture.finish()?.claims_of(address).into_keys());
-    }
-    Ok(answered)
+/// All who answer any of several requests for an address.
+fn all_who_answer(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
+    let rounds = (0..5).map(|_| who_answers(server, address)).collect::<Result<Vec<_>>>()?;
+    Ok(rounds.into_iter().flatten().collect())
 }
 
 /// docs/failures.md: zombie-owner.
@@ -325,13 +299,13 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
         let frozen = wait_owner(lab, egress(Family::V4, &[40])[0], |_| true)?;
         let lost = carried(lab, &frozen, &HOSTS);
         for ip in &lost {
-            assert_eq!(who_answers(&server, *ip)?, BTreeSet::from([mac_of(lab, &frozen)]), "{ip} before");
+            assert_eq!(all_who_answer(&server, *ip)?, BTreeSet::from([mac_of(lab, &frozen)]), "{ip} before");
         }
         lab.agent(&frozen).freeze()?;
         for ip in &lost {
             let new = wait_owner(lab, *ip, |node| node != frozen)?;
             assert_eq!(
-                who_answers(&server, *ip)?,
+                all_who_answer(&server, *ip)?,
                 BTreeSet::from([mac_of(lab, &new)]),
                 "{ip} while {frozen} is frozen"
             );
@@ -343,7 +317,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
             let new = owner(lab, *ip).context("an owner")?;
             assert_ne!(new, frozen);
             let only = BTreeSet::from([mac_of(lab, &new)]);
-            wait_until("only the new owner answers", PATIENCE, || who_answers(&server, *ip), |all| *all == only)?;
+            wait_until("only the new owner answers", PATIENCE, || all_who_answer(&server, *ip), |all| *all == only)?;
         }
 
         // Killed: its programs stay.
@@ -352,7 +326,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
         lab.agent(&killed).kill()?;
         for ip in &lost {
             let new = wait_owner(lab, *ip, |node| node != killed)?;
-            assert_eq!(who_answers(&server, *ip)?, BTreeSet::from([mac_of(lab, &new)]), "{ip} after {killed} died");
+            assert_eq!(all_who_answer(&server, *ip)?, BTreeSet::from([mac_of(lab, &new)]), "{ip} after {killed} died");
         }
         wait_in_force(&pod, &server, &HOSTS)
     });

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use anyhow::{Context, Result};
 use lab::capture::{Ip, TransportLayer};
 use lab::hook::hook_xdp;
+use lab::traffic::forge::{FORWARD, REPLY, TUNNEL_PORT};
 use lab::traffic::{
     Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, reset_behind_data,
     send_error, send_packet, send_tagged, send_vxlan,
@@ -12,7 +13,7 @@ use lab::traffic::{
 use lab::{Capture, Cni, Dual, Family, Lab, Pod, PodSpec, Server, wait_for, wait_until};
 use serde_json::Value;
 
-use crate::security::{FORWARD, REPLY, TUNNEL_PORT, leased_port};
+use crate::security::leased_port;
 use crate::support::{
     PATIENCE, at, counter, egress, forbid, sources, wait_bypass, wait_counter, wait_grown, wait_in_force, web_pod,
 };

@@ -9,8 +9,8 @@ use lab::capture::Content;
 use lab::{Capture, Family, Lab, Packet, Pod, PodSpec, Segment, Server, StartOptions, address, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, WEB, announces, egress, has_bpftool, owner, policy, start_with, wait_in_force, wait_owner, wait_sources,
-    web, web_pod,
+    PATIENCE, WEB, announces, egress, has_bpftool, mac_text, neighbour, owner, policy, start_with, wait_in_force,
+    wait_owner, wait_sources, web, web_pod, who_answers,
 };
 
 /// The time between two announcements of a new owner.
@@ -38,17 +38,6 @@ fn ips() -> [IpAddr; 2] {
 fn owners(lab: &Lab) -> Result<[String; 2]> {
     let [v4, v6] = ips().map(|ip| wait_owner(lab, ip, |_| true));
     Ok([v4?, v6?])
-}
-
-/// The MAC address that the server has for an egress IP.
-fn believed(server: &Server, ip: IpAddr) -> Result<String> {
-    let text = server.ns.sh(&format!("ip neigh show {ip} dev eth0"))?;
-    let mut words = text.split_whitespace().skip_while(|word| *word != "lladdr");
-    Ok(words.nth(1).unwrap_or_default().to_owned())
-}
-
-fn mac_text(mac: [u8; 6]) -> String {
-    mac.map(|byte| format!("{byte:02x}")).join(":")
 }
 
 /// docs/failures.md: two-owners. A gateway is cut off from the objects and from the outside, loses its egress IPs, and comes back:
@@ -96,7 +85,7 @@ fn two_owners_after_a_partition_heals_become_one_again() {
                 "ten requests in a row that only the owner answers",
                 PATIENCE,
                 || {
-                    asked = if answers(server, *ip)? == only { asked + 1 } else { 0 };
+                    asked = if who_answers(server, *ip)? == only { asked + 1 } else { 0 };
                     Ok(asked)
                 },
                 |asked| *asked == 10,
@@ -110,16 +99,6 @@ fn two_owners_after_a_partition_heals_become_one_again() {
         }
         wait_in_force(pod, server, &[10])
     });
-}
-
-/// All who answer one request for an address.
-fn answers(server: &Server, ip: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
-    let capture = Capture::start(&server.ns, "eth0")?;
-    server.ns.sh(&format!("ip neigh del {ip} dev eth0 2>/dev/null || true"))?;
-    let any: std::net::SocketAddr = if ip.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
-    server.ns.run(|| Ok(std::net::UdpSocket::bind(any)?.send_to(b"x", (ip, 9))?))?;
-    wait_for("an answer", PATIENCE, || Ok(!capture.so_far().claims_of(ip).is_empty()))?;
-    Ok(capture.finish()?.claims_of(ip).into_keys().collect())
 }
 
 /// docs/failures.md: spoofed-claim. A rogue host announces an egress IP as its own, even while the owner cannot renew its lease: the
@@ -140,7 +119,8 @@ fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
                 let right = lab.node(&owner).external_mac();
                 let owner_is_known = || {
                     let known = |mac: &String| *mac == mac_text(right);
-                    wait_until("the server has the owner's address", PATIENCE, || believed(server, ip), known).map(drop)
+                    wait_until("the server has the owner's address", PATIENCE, || neighbour(server, ip), known)
+                        .map(drop)
                 };
                 owner_is_known()?;
                 if away {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use anyhow::{Context, Result};
+use lab::traffic::forge::{FORWARD, REPLY, TUNNEL_PORT};
 use lab::traffic::{Protocol, send_vxlan, send_vxlan_from};
 use lab::{Capture, Family, Lab, PodSpec, address, wait_for, wait_until};
 use serde_json::{Value, json};
@@ -12,11 +13,6 @@ use crate::support::{
     PATIENCE, WEB, at, counter, egress, fixed, owner, policy, pool, sources, start, wait_counter, wait_in_force,
     web_pod, web_pod_with,
 };
-
-/// The tunnel's UDP port and network identifiers, as in ARCHITECTURE.md.
-pub const TUNNEL_PORT: u16 = 8473;
-pub const FORWARD: u32 = 0x53_5001;
-pub const REPLY: u32 = 0x53_5002;
 
 /// A source port of the egress IP that worker1 has used: it is in a block that is leased to that node.
 pub fn leased_port(lab: &Lab, family: Family) -> Result<u16> {

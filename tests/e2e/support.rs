@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use lab::hook::Means;
 use lab::traffic::{FragmentOrder, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, send_fragments};
-use lab::{Family, Lab, NetNs, Pod, PodSpec, Server, StartOptions, Trace, address, wait_until};
+use lab::{
+    Capture, Family, Lab, NetNs, Packet, Pod, PodSpec, Server, StartOptions, Trace, address, wait_for, wait_until,
+};
 use serde_json::Value;
 
 /// How long to wait for a condition that a loaded machine reaches in a second.
@@ -262,6 +264,33 @@ pub fn wait_owner(lab: &Lab, address: IpAddr, good: impl Fn(&str) -> bool) -> Re
 fn scalar_after(text: &str, key: &str) -> Option<String> {
     let value = text.lines().find_map(|line| line.trim().strip_prefix(key)?.strip_prefix(':'))?;
     Some(value.trim().trim_matches(['"', '\'']).to_owned())
+}
+
+/// The MAC address that a server has for an address of its segment, as `ip neigh` prints it.
+pub fn neighbour(server: &Server, address: IpAddr) -> Result<String> {
+    let line = server.ns.sh(&format!("ip neigh show {address} dev eth0"))?;
+    Ok(line.split_whitespace().skip_while(|word| *word != "lladdr").nth(1).unwrap_or_default().to_owned())
+}
+
+/// A MAC address as `ip` prints it.
+pub fn mac_text(mac: [u8; 6]) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
+}
+
+/// Lets a server ask who has an address until somebody answers, and returns all who did, those a moment later included.
+pub fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
+    let capture = Capture::start(&server.ns, "eth0")?;
+    let answer = |packet: &Packet| packet.claim().is_some_and(|(claimed, _)| claimed == address);
+    wait_for(&format!("an answer for {address}"), PATIENCE, || {
+        server.ns.sh(&format!("ip neigh del {address} dev eth0 2>/dev/null || true"))?;
+        // Any packet makes the kernel resolve the address.
+        let any: SocketAddr = if address.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
+        server.ns.run(|| Ok(UdpSocket::bind(any)?.send_to(b"x", (address, 9))?))?;
+        let asked = Instant::now();
+        let answered = || Ok(capture.count(answer) > 0 && asked.elapsed() > QUIET / 3);
+        wait_for("an answer", Duration::from_millis(300), answered).map(|()| true)
+    })?;
+    Ok(capture.finish()?.claims_of(address).into_keys().collect())
 }
 
 /// One of the datapath's counters on a node.

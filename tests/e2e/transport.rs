@@ -4,6 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
+use lab::traffic::forge::TUNNEL_PORT;
 use lab::traffic::{
     BulkServer, ConnectionReport, Direction, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients,
     UdpOptions, UdpServer, bulk, ping,
@@ -15,8 +16,6 @@ use crate::support::{
 };
 
 const HOSTS: [u8; 2] = [10, 11];
-/// The tunnel's UDP port.
-const TUNNEL_PORT: u16 = 8473;
 
 /// Default probes, so that a transport that stops working is noticed, and a controller that fails nothing over.
 fn auto() -> StartOptions {

@@ -11,6 +11,13 @@ use super::claim::send_frame;
 use super::fragment::packet_socket;
 use crate::netns::NetNs;
 
+/// The tunnel's UDP port, as in ARCHITECTURE.md.
+pub const TUNNEL_PORT: u16 = 8473;
+/// Its network identifier of packets to the outside.
+pub const FORWARD: u32 = 0x53_5001;
+/// Its network identifier of replies.
+pub const REPLY: u32 = 0x53_5002;
+
 /// What a forged packet is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
