@@ -5,6 +5,7 @@
 //! policy's: an exclusion takes it out of its own policy only.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter::successors;
 
 use ipnet::IpNet;
 
@@ -84,22 +85,28 @@ pub fn conflicts<'a>(
     classes: impl IntoIterator<Item = &'a Vec<&'a PolicyId>>,
 ) -> BTreeMap<PolicyId, BTreeMap<PolicyId, BTreeSet<IpNet>>> {
     let mut found: BTreeMap<PolicyId, BTreeMap<PolicyId, BTreeSet<IpNet>>> = BTreeMap::new();
+    let mut steered: BTreeMap<&PolicyId, Vec<(Key, &IpNet)>> = BTreeMap::new();
     for class in classes {
         let mut ranked: Vec<&Policy> = class.iter().filter_map(|id| policies.get(*id)).collect();
         ranked.sort_by(|a, b| a.precedence(b));
         let mut first: BTreeMap<Key, &Policy> = BTreeMap::new();
         for policy in ranked {
-            for net in &policy.destinations {
-                if policy.excluded.iter().any(|excluded| covers(key(excluded), key(net))) {
-                    continue;
-                }
-                let winner = *first.entry(key(net)).or_insert(policy);
+            for (key, net) in steered.entry(&policy.id).or_insert_with(|| self::steered(policy)) {
+                let winner = *first.entry(*key).or_insert(policy);
                 if winner.id != policy.id {
                     let of_policy = found.entry(policy.id.clone()).or_default();
-                    of_policy.entry(winner.id.clone()).or_default().insert(*net);
+                    of_policy.entry(winner.id.clone()).or_default().insert(**net);
                 }
             }
         }
     }
     found
+}
+
+/// The destinations of a policy that it does not exclude.
+fn steered(policy: &Policy) -> Vec<(Key, &IpNet)> {
+    let excluded: BTreeSet<Key> = policy.excluded.iter().map(key).collect();
+    let is_excluded =
+        |net: &IpNet| successors(Some(*net), IpNet::supernet).any(|outer| excluded.contains(&key(&outer)));
+    policy.destinations.iter().filter(|net| !is_excluded(net)).map(|net| (key(net), net)).collect()
 }

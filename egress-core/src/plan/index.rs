@@ -25,11 +25,9 @@ impl<'a> LabelIndex<'a> {
         let mut index = Self { labels: Vec::new(), with_value: BTreeMap::new(), with_key: BTreeMap::new() };
         for labels in items {
             let item = index.labels.len() as u32;
-            for key in keys {
-                if let Some(value) = labels.get(*key) {
-                    index.with_value.entry(key).or_default().entry(value).or_default().push(item);
-                    index.with_key.entry(key).or_default().push(item);
-                }
+            for (key, value) in labels.iter().filter(|(key, _)| keys.contains(key.as_str())) {
+                index.with_value.entry(key).or_default().entry(value).or_default().push(item);
+                index.with_key.entry(key).or_default().push(item);
             }
             index.labels.push(labels);
         }
@@ -49,6 +47,11 @@ impl<'a> LabelIndex<'a> {
         }
     }
 
+    /// How many items [`Self::matching`] looks at.
+    pub fn reach(&self, selector: &Selector) -> usize {
+        self.narrowest(selector).map_or(self.labels.len(), |lists| length(&lists))
+    }
+
     fn with_value(&self, key: &str, value: &str) -> &[u32] {
         self.with_value.get(key).and_then(|of_key| of_key.get(value)).map_or(&[], Vec::as_slice)
     }
@@ -63,6 +66,10 @@ impl<'a> LabelIndex<'a> {
                 Requirement::Exists => Some(vec![self.with_key.get(key).map_or(&[][..], Vec::as_slice)]),
                 Requirement::NotIn(_) | Requirement::DoesNotExist => None,
             })
-            .min_by_key(|lists: &Vec<&[u32]>| lists.iter().map(|l| l.len()).sum::<usize>())
+            .min_by_key(|lists: &Vec<&[u32]>| length(lists))
     }
+}
+
+fn length(lists: &[&[u32]]) -> usize {
+    lists.iter().map(|list| list.len()).sum()
 }

@@ -45,11 +45,15 @@ impl<'a> Selection<'a> {
             let namespace = selector.namespace.as_ref().map(|s| &namespaces.matching[s]);
             let node = selector.node.as_ref().map(|s| nodes.bit[s]);
             let pod = selector.pod.as_ref().filter(|s| !s.is_everything());
-            let candidates: Vec<u32> = match (pod, namespace) {
-                (Some(pod), _) => index.matching(pod),
-                (None, Some(namespaces)) => {
-                    namespaces.iter().flat_map(|n| in_namespace[*n as usize].iter().copied()).collect()
+            let within = namespace.map(|namespaces| namespaces.iter().map(|n| &in_namespace[*n as usize]));
+            let size = within.clone().map(|lists| lists.map(Vec::len).sum::<usize>());
+            let candidates: Vec<u32> = match (pod, within) {
+                // A selector of one namespace costs no look at the pods of all others, whatever it asks for.
+                (Some(pod), Some(lists)) if size < Some(index.reach(pod)) => {
+                    lists.flatten().copied().filter(|at| pod.matches(groups[*at as usize].labels)).collect()
                 }
+                (Some(pod), _) => index.matching(pod),
+                (None, Some(lists)) => lists.flatten().copied().collect(),
                 (None, None) => (0..groups.len() as u32).collect(),
             };
             let holds = |at: &u32| {
@@ -215,6 +219,7 @@ fn group<'a>(
     namespaces: &Namespaces<'a>,
 ) -> Vec<Group<'a>> {
     let keys = mentioned_keys(selectors.iter().filter_map(|s| s.pod.as_ref()));
+    let numbers: BTreeMap<&str, u32> = keys.into_iter().zip(0..).collect();
     let mut places: BTreeMap<GroupKey<'a>, usize> = BTreeMap::new();
     let mut groups: Vec<Group<'a>> = Vec::new();
     for endpoint in snapshot.endpoints.values() {
@@ -223,8 +228,8 @@ fn group<'a>(
             Some((place, class)) => (Some(*place), *class),
             None => (None, nodes.unknown),
         };
-        let seen =
-            keys.iter().enumerate().filter_map(|(at, key)| Some((at as u32, endpoint.labels.get(*key)?.as_str())));
+        let labels = endpoint.labels.iter();
+        let seen = labels.filter_map(|(key, value)| Some((*numbers.get(key.as_str())?, value.as_str())));
         let place = *places.entry((namespace, node_class, seen.collect())).or_insert_with(|| {
             groups.push(Group {
                 namespace,
