@@ -227,8 +227,6 @@ impl Memo {
             plan.assignments.insert(id.clone(), assigned);
         }
         outcome.endpoints = endpoints as u32;
-        let serving = outcome.slots.iter().filter(|slot| !slot.draining).count();
-        outcome::recount(&mut outcome.conditions, policy, serving, endpoints);
         self.follow(plan, number, touched);
     }
 }

@@ -122,8 +122,7 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let of_pod = |t: &Trouble| Some((t.pod.clone()?, (t.kind, t.message.clone())));
         let pods = troubles.iter().filter_map(|(_, trouble)| of_pod(trouble)).collect();
         let selected = selection.count(id);
-        let serving = slots.iter().filter(|slot| !slot.draining).count();
-        let conditions = problems.conditions(policy, serving, selected);
+        let conditions = problems.conditions(policy);
         let (behind, endpoints) = (outcome::behind(snapshot, policy, cluster.source_names(id)), selected as u32);
         outcomes.insert(id.clone(), PolicyOutcome { conditions, slots, endpoints, behind, pods, conflicts });
     }

@@ -100,7 +100,7 @@ impl Problems {
     }
 
     /// The conditions of a policy: all kinds, with the first reason and all messages.
-    pub fn conditions(&self, policy: &Policy, slots: usize, endpoints: usize) -> BTreeMap<ConditionKind, Condition> {
+    pub fn conditions(&self, policy: &Policy) -> BTreeMap<ConditionKind, Condition> {
         ConditionKind::ALL
             .into_iter()
             .map(|kind| {
@@ -111,31 +111,20 @@ impl Problems {
                     (first.reason, messages.join("; "))
                 });
                 let (reason, message) =
-                    bad.clone().unwrap_or_else(|| (Reason::AsExpected, fine(kind, policy, slots, endpoints)));
+                    bad.clone().unwrap_or_else(|| (Reason::AsExpected, fine(kind, policy.distribution).into()));
                 (kind, Condition { holds: bad.is_some() != (kind == ConditionKind::Ready), reason, message })
             })
             .collect()
     }
 }
 
-/// Says the number of endpoints in the conditions of a policy that differ in nothing else.
-pub fn recount(conditions: &mut BTreeMap<ConditionKind, Condition>, policy: &Policy, slots: usize, endpoints: usize) {
-    for (kind, condition) in conditions.iter_mut().filter(|(_, condition)| condition.reason == Reason::AsExpected) {
-        condition.message = fine(*kind, policy, slots, endpoints);
-    }
-}
-
-fn fine(kind: ConditionKind, policy: &Policy, slots: usize, endpoints: usize) -> String {
-    match kind {
-        ConditionKind::Ready => {
-            let way = match policy.distribution {
-                Distribution::PerFlow => "spread by flow",
-                Distribution::PerEndpoint => "assigned one by one",
-            };
-            format!("{endpoints} endpoints, {way} over {slots} egress IPs")
-        }
-        ConditionKind::Degraded => "everything that was requested is there".into(),
-        ConditionKind::Conflicting => "no other policy comes first".into(),
+/// What is said if nothing is wrong. There is no number of pods in it: each pod would cost a write of the status.
+fn fine(kind: ConditionKind, distribution: Distribution) -> &'static str {
+    match (kind, distribution) {
+        (ConditionKind::Ready, Distribution::PerFlow) => "flows are spread over its egress IPs",
+        (ConditionKind::Ready, Distribution::PerEndpoint) => "each pod is assigned one of its egress IPs",
+        (ConditionKind::Degraded, _) => "everything that was requested is there",
+        (ConditionKind::Conflicting, _) => "no other policy comes first",
     }
 }
 

@@ -64,8 +64,8 @@ fn pool_gone_an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no
                 true,
                 Reason::AsExpected,
                 match distribution {
-                    Distribution::PerFlow => "1 endpoints, spread by flow over 2 egress IPs",
-                    Distribution::PerEndpoint => "1 endpoints, assigned one by one over 2 egress IPs",
+                    Distribution::PerFlow => "flows are spread over its egress IPs",
+                    Distribution::PerEndpoint => "each pod is assigned one of its egress IPs",
                 }
             )
         );

@@ -90,7 +90,7 @@ fn conflicts_and_missing_families_are_said() {
     let conflicting = condition("b", ConditionKind::Conflicting);
     assert_eq!((conflicting.holds, conflicting.reason), (true, Reason::SameDestination));
     assert!(!condition("a", ConditionKind::Conflicting).holds);
-    assert_eq!(condition("b", ConditionKind::Ready).message, "1 endpoints, spread by flow over 1 egress IPs");
+    assert_eq!(condition("b", ConditionKind::Ready).message, "flows are spread over its egress IPs");
 }
 
 #[test]
