@@ -12,8 +12,8 @@ use crate::{
     encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
     model::{
-        Announce, Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, OnNoGateway, Policy, PolicyId,
-        Snapshot, Source, SubnetInfo, ZoneMode,
+        Announce, Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, Policy, PolicyId, Snapshot,
+        Source, SubnetInfo, ZoneMode,
     },
     network::{
         EgressLink,
@@ -161,10 +161,13 @@ fn policy(
     policy: &Policy,
     endpoints: &BTreeMap<EndpointId, EndpointView>,
 ) -> PolicyView {
+    // The datapath has one record of it for all its pods.
+    let mut classes = endpoints.values().map(|e| &e.class).filter(|class| class.contains(&policy.id));
+    let leaves_as_node = classes.all(|class| policy.leaves_as_node(class));
     let mut flags = 0;
     for (set, bit) in [
         (policy.distribution == Distribution::PerEndpoint, policy_flags::PER_ENDPOINT),
-        (policy.on_no_gateway == OnNoGateway::NodeIp, policy_flags::ON_NO_GATEWAY_NODE_IP),
+        (leaves_as_node, policy_flags::ON_NO_GATEWAY_NODE_IP),
         (policy.existing == Existing::Drop, policy_flags::EXISTING_DROP),
     ] {
         flags |= if set { bit } else { 0 };

@@ -15,7 +15,7 @@ use crate::{
     plan::{BlockLease, BlockState, EgressIpPlan, OwnerReason, Plan},
     testing::{default_route, link, world},
 };
-use egress_common::config;
+use egress_common::{config, endpoint::policy_flags};
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -273,6 +273,27 @@ fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_se
     assert!(!takes_over(false, true, 12));
     assert!(takes_over(false, true, 13), "for ten seconds and no longer");
     assert!(takes_over(false, true, 14));
+}
+
+#[test]
+fn tenant_a_policy_of_a_namespace_takes_no_pod_out_of_a_cluster_scoped_one() {
+    let mut world = FactsFixture::new();
+    let own = PolicyId::new(PolicyKind::Namespaced, "default/own");
+    let stray = |id: &PolicyId| Policy { id: id.clone(), on_no_gateway: OnNoGateway::NodeIp, ..web() };
+    world.snapshot.policies = [(own.clone(), stray(&own))].into();
+    let leaves = |world: &FactsFixture, id: &PolicyId| {
+        world.view().policies[id].flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0
+    };
+    assert!(leaves(&world, &own), "without it, packets would leave with the node's address, too");
+    let databases = EndpointSelector { pod: Some(Selector::label("app", "db")), ..Default::default() };
+    let of_others = Policy { selectors: vec![databases], ..web() };
+    world.snapshot.policies.insert(policy_id(), of_others);
+    assert!(leaves(&world, &own), "it selects other pods");
+    world.snapshot.policies.insert(policy_id(), web());
+    assert!(!leaves(&world, &own));
+    // An administrator's own decision.
+    world.snapshot.policies.insert(policy_id(), stray(&policy_id()));
+    assert!(leaves(&world, &policy_id()) && !leaves(&world, &own));
 }
 
 /// Gives an egress IP of the world these carriers.

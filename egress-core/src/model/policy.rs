@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 
-use super::{Family, Labels, PolicyId, PoolId, Selector};
+use super::{Family, Labels, PolicyId, PolicyKind, PoolId, Selector};
 
 /// Selects pods. At least one of `pod` and `namespace` is present.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -192,6 +192,13 @@ impl Policy {
     /// Whether it selects a pod with these labels, in a namespace and on a node with these labels.
     pub fn selects(&self, pod: &Labels, namespace: &Labels, node: &Labels) -> bool {
         self.selectors.iter().any(|selector| selector.matches(pod, namespace, node))
+    }
+
+    /// Whether packets of pods that all policies of `class` select leave with the node's address while this one has no gateway. A
+    /// namespace's own policy takes no pod out of a cluster-scoped one: it drops them there.
+    pub fn leaves_as_node<'a>(&self, class: impl IntoIterator<Item = &'a PolicyId>) -> bool {
+        let is_own = |id: &PolicyId| id.kind == PolicyKind::Namespaced;
+        self.on_no_gateway == OnNoGateway::NodeIp && (!is_own(&self.id) || class.into_iter().all(is_own))
     }
 
     /// Whether it steers destinations of this family.

@@ -9,7 +9,7 @@ use std::iter::successors;
 
 use ipnet::IpNet;
 
-use crate::model::{Family, Policy, PolicyId};
+use crate::model::{Family, OnNoGateway, Policy, PolicyId};
 
 /// What the policies say about one prefix, as places in the list of policies.
 #[derive(Debug, Default)]
@@ -109,4 +109,16 @@ fn steered(policy: &Policy) -> Vec<(Key, &IpNet)> {
     let is_excluded =
         |net: &IpNet| successors(Some(*net), IpNet::supernet).any(|outer| excluded.contains(&key(&outer)));
     policy.destinations.iter().filter(|net| !is_excluded(net)).map(|net| (key(net), net)).collect()
+}
+
+/// The policies of a class that would let packets leave with the node's address, but may not where the class is concerned.
+pub fn overruled<'a>(
+    policies: &BTreeMap<PolicyId, Policy>,
+    class: &[&'a PolicyId],
+) -> impl Iterator<Item = &'a PolicyId> {
+    let is_overruled = |id: &&PolicyId| {
+        let policy = policies.get(*id).filter(|policy| policy.on_no_gateway == OnNoGateway::NodeIp);
+        policy.is_some_and(|policy| !policy.leaves_as_node(class.iter().copied()))
+    };
+    class.iter().copied().filter(is_overruled)
 }

@@ -142,10 +142,12 @@ impl Memo {
         others.iter().all(|address| !plan.blocks.contains_key(address)).then_some(used)
     }
 
-    /// Whether policies that select a pod together conflict.
+    /// Whether policies that select a pod together conflict, or one overrules another.
     fn disagree(&self, class: &[u32]) -> bool {
         let class: Vec<&PolicyId> = class.iter().map(|policy| self.index.id(*policy)).collect();
-        class.len() > 1 && !classes::conflicts(&self.snapshot.policies, [&class]).is_empty()
+        let policies = &self.snapshot.policies;
+        let overruled = || classes::overruled(policies, &class).next().is_some();
+        class.len() > 1 && (overruled() || !classes::conflicts(policies, [&class]).is_empty())
     }
 
     /// Leases the blocks of the egress IPs of these policies, of these egress IPs, and of all that depend on them.

@@ -90,7 +90,10 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         }
     }
 
-    let conflicts = classes::conflicts(&snapshot.policies, selection.classes().keys());
+    let together = selection.classes();
+    let conflicts = classes::conflicts(&snapshot.policies, together.keys());
+    let overruled: BTreeSet<&PolicyId> =
+        together.keys().flat_map(|class| classes::overruled(&snapshot.policies, class)).collect();
     let mut of_policy: BTreeMap<&PolicyId, BTreeMap<IpAddr, &EgressIpPlan>> = BTreeMap::new();
     for (address, plan) in &egress_ips {
         plan.users.keys().for_each(|policy| {
@@ -114,7 +117,7 @@ fn plan_for(snapshot: &Snapshot, selection: &Selection<'_>, health: &Health, pre
         let unserved = endpoints::unserved_zones(snapshot, policy, cluster.source_names(id), &slots);
         let slots = outcome::slots(policy, &slots, zone_of, &counts);
         let conflicts = conflicts.get(id).cloned().unwrap_or_default();
-        problems.judge(policy, &slots, &unserved);
+        problems.judge(policy, &slots, &unserved, overruled.contains(id));
         drain::note(snapshot, policy, &slots, &egress_ips, &mut problems);
         problems.conflicts(id, &conflicts);
         let troubles = troubles.remove(id).unwrap_or_default();

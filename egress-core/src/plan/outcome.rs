@@ -28,8 +28,8 @@ impl Problems {
         self.0.entry(policy.clone()).or_default().insert(Problem { kind, reason, message });
     }
 
-    /// Notes what the slots of a policy show.
-    pub fn judge(&mut self, policy: &Policy, slots: &[Slot], unserved_zones: &BTreeSet<String>) {
+    /// Notes what the slots of a policy show. `overruled`: it selects pods that its `onNoGateway: NodeIP` does not apply to.
+    pub fn judge(&mut self, policy: &Policy, slots: &[Slot], unserved_zones: &BTreeSet<String>, overruled: bool) {
         let serving = || slots.iter().filter(|slot| !slot.draining);
         for slot in serving() {
             if let Some((reason, message)) = slot_problem(slot) {
@@ -38,6 +38,9 @@ impl Problems {
         }
         let fate = match policy.on_no_gateway {
             OnNoGateway::Drop => "is dropped",
+            OnNoGateway::NodeIp if overruled => {
+                "of pods that a cluster-scoped policy selects, too, is dropped in spite of onNoGateway"
+            }
             OnNoGateway::NodeIp => "leaves with the node's address",
         };
         for family in Family::ALL.into_iter().filter(|family| policy.serves(*family)) {

@@ -9,7 +9,7 @@ use super::diff::{Change, diff, join};
 use super::types::{ConditionKind, Plan};
 use super::{classes, plan, select::Selection};
 use crate::health::{Health, LeaseState, NodeHealth};
-use crate::model::{EndpointId, Family, NodeName, OnNoGateway, PolicyId, Snapshot};
+use crate::model::{EndpointId, Family, NodeName, PolicyId, Snapshot};
 
 /// This many rounds of planning are enough for gateways that were never used before: one asks them, the next uses them.
 const ROUNDS: usize = 8;
@@ -305,12 +305,19 @@ fn fates(
         let merge = || classes::merge(&after.snapshot.policies, class.iter().copied());
         let table = tables.entry(class).or_insert_with(merge);
         let policy = steers(table, flow.remote.into());
-        fates.extend(fate(before.plan, after, flow, policy).map(|fate| (place, fate)));
+        let drops = |policy: &PolicyId| is_without_gateway(after, policy, class, flow.remote);
+        fates.extend(fate(before.plan, after, flow, policy, drops).map(|fate| (place, fate)));
     }
     fates
 }
 
-fn fate(before: &Plan, after: Side<'_>, flow: &LiveFlow, policy: Option<&PolicyId>) -> Option<Fate> {
+fn fate(
+    before: &Plan,
+    after: Side<'_>,
+    flow: &LiveFlow,
+    policy: Option<&PolicyId>,
+    drops: impl Fn(&PolicyId) -> bool,
+) -> Option<Fate> {
     let slot = after.plan.egress_ips.get(&flow.egress);
     let kept = slot.filter(|slot| policy.is_some_and(|policy| slot.users.contains_key(policy)));
     let from = before.egress_ips.get(&flow.egress).and_then(|slot| slot.owner.clone());
@@ -321,13 +328,14 @@ fn fate(before: &Plan, after: Side<'_>, flow: &LiveFlow, policy: Option<&PolicyI
         Some(None) if from.is_none() => None,
         Some(None) => Some(Fate::Dropped),
         None if flow.tcp => Some(Fate::Breaks),
-        None if policy.is_some_and(|policy| is_without_gateway(after, policy, flow.remote)) => Some(Fate::Dropped),
+        None if policy.is_some_and(drops) => Some(Fate::Dropped),
         None => Some(Fate::Restarts(policy.cloned())),
     }
 }
 
-fn is_without_gateway(after: Side<'_>, policy: &PolicyId, remote: IpAddr) -> bool {
-    let drops = after.snapshot.policies.get(policy).is_some_and(|p| p.on_no_gateway == OnNoGateway::Drop);
+fn is_without_gateway(after: Side<'_>, policy: &PolicyId, class: &Class<'_>, remote: IpAddr) -> bool {
+    let found = after.snapshot.policies.get(policy);
+    let drops = found.is_some_and(|policy| !policy.leaves_as_node(class.iter().copied()));
     let slots = after.plan.outcomes.get(policy).into_iter().flat_map(|outcome| &outcome.slots);
     let mut usable = slots.filter(|slot| slot.owner.is_some() && Family::of(slot.address) == Family::of(remote));
     drops && usable.next().is_none()

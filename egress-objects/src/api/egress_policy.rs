@@ -80,7 +80,8 @@ pub struct EgressPolicySpec {
     pub zone: ZonePreference,
 
     /// What happens to new flows while no gateway can take them: Drop, or NodeIP to send them out as if there were no
-    /// policy, with the address of the pod's node.
+    /// policy, with the address of the pod's node. NodeIP means Drop on each node where a cluster-scoped policy selects one of the
+    /// policy's pods, too.
     #[serde(default)]
     pub on_no_gateway: NoGateway,
 

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use crate::model::*;
-use crate::plan::{ConditionKind, Plan, Reason, plan};
+use crate::plan::{Changes, ConditionKind, Plan, Reason, plan, plan_and_remember};
 use crate::testing::world::*;
 
 fn of_namespace(namespace: &str, name: &str, count: u32, ips: &[IpAddr]) -> Policy {
@@ -68,6 +68,34 @@ fn tenant_the_policies_of_a_namespace_share_its_quota_and_the_older_one_comes_fi
     assert!(message.starts_with("1 of 2 addresses of pool public given"), "{message}");
     assert!(condition(&before, "ns/shop/a", ConditionKind::Ready).0);
     assert_eq!(plan(&snapshot, &health, &before), before);
+}
+
+#[test]
+fn tenant_onnogateway_says_what_becomes_of_pods_that_a_cluster_scoped_policy_selects() {
+    let (mut snapshot, health) = world();
+    let stray = Policy { on_no_gateway: OnNoGateway::NodeIp, ..of_namespace("other", "stray", 1, &[]) };
+    add_policy(&mut snapshot, stray);
+    let alone = plan(&snapshot, &health, &Plan::default());
+    let said = |plan: &Plan| condition(plan, "ns/other/stray", ConditionKind::Ready).2.to_owned();
+    assert!(said(&alone).contains("leaves with the node's address"), "{}", said(&alone));
+    let web = EndpointSelector { pod: Some(Selector::label("app", "web")), ..Default::default() };
+    let destinations = vec!["192.0.2.0/24".parse().unwrap()];
+    let cluster = policy("cluster", Source::Pools(Vec::new()));
+    add_policy(&mut snapshot, Policy { selectors: vec![web], destinations, ..cluster });
+    let (mut current, memo) = plan_and_remember(snapshot.clone(), &health, &alone);
+    assert_eq!(said(&current), said(&alone), "it selects none of the same pods");
+    // A pod that both select.
+    add_pod(&mut snapshot, "web", "w0", labels(&[("app", "web")]));
+    let web =
+        snapshot.endpoints.iter().find(|(id, _)| *id.name == *"web").map(|(id, pod)| (id.clone(), Some(pod.clone())));
+    let changes = Changes { pods: web.into_iter().collect(), ..Changes::default() };
+    assert!(memo.change(&health, &mut current, changes).is_none(), "a full plan");
+    let both = plan(&snapshot, &health, &current);
+    assert!(
+        said(&both).contains("of pods that a cluster-scoped policy selects, too, is dropped in spite of onNoGateway"),
+        "{}",
+        said(&both)
+    );
 }
 
 #[test]
