@@ -40,10 +40,12 @@ pub type Labels = BTreeMap<String, String>;
 /// Everything that a plan is made from, apart from health and the previous plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Policies of every kind that could be understood.
+    /// Policies of every kind. Those of Spillway's own kinds that could not be understood have no egress IP, and drop.
     pub policies: BTreeMap<PolicyId, Policy>,
     /// Pools of every kind that could be understood.
     pub pools: BTreeMap<PoolId, Pool>,
+    /// Pools that exist and could not be understood. What policies have of them stays as it is.
+    pub unreadable_pools: BTreeSet<PoolId>,
     /// All nodes of the cluster.
     pub nodes: BTreeMap<NodeName, Node>,
     /// Labels of each namespace. A namespace that is missing here has no labels.

@@ -8,10 +8,10 @@ use super::claims::{Claim, Wanted, settle};
 use super::drain::{self, Draining};
 use super::index::{LabelIndex, mentioned_keys};
 use super::outcome::Problems;
-use super::pools::{self, Allocation};
+use super::pools;
 use super::types::{EgressIpPlan, Plan};
 use crate::health::Health;
-use crate::model::{AddressSource, Family, Gateway, NodeChoice, NodeName, Policy, PolicyId, Snapshot, Source};
+use crate::model::{AddressSource, Family, Gateway, NodeChoice, NodeName, Policy, PolicyId, PoolId, Snapshot, Source};
 
 /// All egress IPs that policies use.
 pub fn gather<'a>(
@@ -45,7 +45,9 @@ pub fn gather<'a>(
     for (policy, gateways) in by_precedence.into_iter().zip(of_policy) {
         let own = gateways.into_iter().filter(|(address, _)| named.contains_key(address));
         let leaving = nodes.leaving(policy, &draining);
-        for (address, claim) in own.chain(allocated(snapshot, policy, &allocation)).chain(leaving) {
+        let allocated = allocation.get(&policy.id).into_iter().flatten();
+        let allocated = allocated.map(|(ip, pool)| (*ip, nodes.out_of_pool(policy, 1, *ip, Some(pool))));
+        for (address, claim) in own.chain(allocated).chain(leaving) {
             claims.entry(address).or_default().push(claim);
         }
     }
@@ -92,25 +94,6 @@ fn holders(snapshot: &Snapshot) -> BTreeMap<IpAddr, Holders<'_>> {
         }
     }
     all
-}
-
-fn allocated<'a>(
-    snapshot: &'a Snapshot,
-    policy: &'a Policy,
-    allocation: &Allocation<'a>,
-) -> impl Iterator<Item = (IpAddr, Claim<'a>)> {
-    allocation.get(&policy.id).into_iter().flatten().map(move |(address, pool)| {
-        let claim = Claim {
-            policy,
-            weight: 1,
-            pool: Some(pool),
-            selectors: [&snapshot.pools[*pool].nodes].into(),
-            nodes: BTreeSet::new(),
-            configured: false,
-            first: false,
-        };
-        (*address, claim)
-    })
 }
 
 /// What is known of the nodes that addresses may be on.
@@ -172,17 +155,21 @@ impl<'a> Nodes<'a, '_> {
         }
     }
 
-    /// A policy's claims on its addresses while they drain. If the pool is gone, so is its selector: the carriers remain.
+    /// A policy's claim on an address out of a pool. If nothing is known of the pool, neither is its selector: the carriers remain.
+    fn out_of_pool(&self, policy: &'a Policy, weight: u32, address: IpAddr, pool: Option<&'a PoolId>) -> Claim<'a> {
+        let known = pool.and_then(|id| self.snapshot.pools.get(id));
+        let before = self.previous.egress_ips.get(&address).filter(|_| known.is_none());
+        let place = |name: &NodeName| self.names.binary_search(&name).ok().map(|place| place as u32);
+        let nodes = before.into_iter().flat_map(EgressIpPlan::order).filter_map(place).collect();
+        let selectors = known.map(|pool| &pool.nodes).into_iter().collect();
+        Claim { policy, weight, pool, selectors, nodes, configured: false, first: false }
+    }
+
+    /// A policy's claims on its addresses while they drain.
     fn leaving(&self, policy: &'a Policy, draining: &Draining<'a>) -> Vec<(IpAddr, Claim<'a>)> {
         let of_policy = draining.iter().filter_map(|(address, ip)| Some((*address, *ip, *ip.users.get(&policy.id)?)));
         let claim = |(address, ip, weight): (IpAddr, &'a EgressIpPlan, u32)| {
-            let pool = ip.pool.as_ref();
-            let selectors = pool.and_then(|id| self.snapshot.pools.get(id)).map(|pool| &pool.nodes);
-            let carriers = ip.carriers.iter().filter(|_| selectors.is_none());
-            let place = |name: &NodeName| self.names.binary_search(&name).ok().map(|place| place as u32);
-            let nodes = carriers.filter_map(place).collect();
-            let selectors = selectors.into_iter().collect();
-            (address, Claim { policy, weight, pool, selectors, nodes, configured: false, first: false })
+            (address, self.out_of_pool(policy, weight, address, ip.pool.as_ref()))
         };
         of_policy.map(claim).collect()
     }

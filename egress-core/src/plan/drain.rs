@@ -33,7 +33,10 @@ pub fn draining<'a>(snapshot: &Snapshot, health: &Health, previous: &'a Plan) ->
 /// Whether an address was taken out of its pool, and not out of the policies that have it.
 fn drains(snapshot: &Snapshot, address: IpAddr, ip: &EgressIpPlan) -> bool {
     let Some(pool) = &ip.pool else { return false };
-    let taken_out = snapshot.pools.get(pool).is_none_or(|pool| !pool.contains(address));
+    let taken_out = match snapshot.pools.get(pool) {
+        Some(pool) => !pool.contains(address),
+        None => ip.draining || !snapshot.unreadable_pools.contains(pool),
+    };
     let wanted = |user: &PolicyId| match snapshot.policies.get(user) {
         Some(policy) => ip.draining || asks(policy, pool),
         None => false,
@@ -63,7 +66,8 @@ pub fn note(
         }
     }
     for (pool, addresses) in of_pool {
-        let (kept, seconds) = (snapshot.pools.contains_key(pool), snapshot.drain_timeout.as_secs());
+        let kept = snapshot.pools.contains_key(pool) || snapshot.unreadable_pools.contains(pool);
+        let seconds = snapshot.drain_timeout.as_secs();
         let why = if kept { "no longer in the ranges of" } else { "of the deleted" };
         let remedy = if kept { "put it back into ipRanges" } else { "create the pool again" };
         let addresses = addresses.join(", ");

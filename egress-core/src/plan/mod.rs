@@ -44,8 +44,8 @@ pub use types::{
 
 use crate::health::Health;
 use crate::model::{
-    DEFAULT_CARRIERS, Distribution, NetworkAttachment, Node, NodeName, PolicyId, Pool, PoolId, Snapshot, Trouble,
-    ZoneMode,
+    DEFAULT_CARRIERS, Distribution, MAX_CARRIERS, NetworkAttachment, Node, NodeName, PolicyId, Pool, PoolId, Snapshot,
+    Trouble, ZoneMode,
 };
 
 /// Makes the next plan.
@@ -248,10 +248,10 @@ impl<'a> Cluster<'a> {
             .collect()
     }
 
-    /// How an egress IP is reached: as its pool says, or said before it was removed.
+    /// How an egress IP is reached: as its pool says, or said while it was known.
     fn attachment(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> NetworkAttachment {
         let pool = wanted.pool.and_then(|pool| self.snapshot.pools.get(pool));
-        let before = before.filter(|_| wanted.draining).map(|before| before.attachment);
+        let before = before.filter(|_| wanted.pool.is_some()).map(|before| before.attachment);
         pool.map(Pool::attachment).or(before).unwrap_or_default()
     }
 
@@ -294,7 +294,11 @@ impl<'a> Cluster<'a> {
                 first: wanted.first,
                 owner: before.and_then(|plan| plan.owner.as_ref()).and_then(place),
                 preferred: before.and_then(|plan| plan.preferred.as_ref()).and_then(place),
-                count: pool.map_or(DEFAULT_CARRIERS, |pool| pool.carriers),
+                count: match pool {
+                    Some(pool) => pool.carriers,
+                    None if wanted.pool.is_some() => MAX_CARRIERS, // Nothing is known of the pool: all that carried it go on.
+                    None => DEFAULT_CARRIERS,
+                },
                 carriers: before.iter().flat_map(|plan| &plan.carriers).filter_map(place).collect(),
             });
             *n += 1;

@@ -4,13 +4,14 @@
 //! of them ask for that very address.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::net::IpAddr;
 use std::rc::Rc;
 
 use super::drain::Draining;
 use super::outcome::Problems;
 use super::types::{ConditionKind, Plan, Reason};
-use crate::model::{Family, Labels, Node, Policy, PolicyId, Pool, PoolId, PoolRequest, Snapshot, Source};
+use crate::model::{Family, Labels, Node, Policy, PolicyId, PolicyKind, Pool, PoolId, PoolRequest, Snapshot, Source};
 
 /// The addresses of each policy, with the pools that they came from.
 pub type Allocation<'a> = BTreeMap<&'a PolicyId, BTreeMap<IpAddr, &'a PoolId>>;
@@ -27,7 +28,8 @@ pub fn allocate<'a>(
     problems: &mut Problems,
 ) -> Allocation<'a> {
     let mut quotas = Quotas { snapshot, left: BTreeMap::new() };
-    let of_policy = |policy: &&'a Policy| requests(&mut quotas, policy, problems);
+    let (reserved, before) = (Reserved::new(snapshot), holdings(previous));
+    let of_policy = |policy: &&'a Policy| requests(&mut quotas, &reserved, (previous, &before), policy, problems);
     let mut requests: Vec<Request> = by_precedence.iter().flat_map(of_policy).collect();
     let mut asked = named.clone();
     for request in &requests {
@@ -40,19 +42,18 @@ pub fn allocate<'a>(
 
     let mut owned: BTreeMap<IpAddr, &PolicyId> = BTreeMap::new();
     let mut allocation = Allocation::new();
-    let mut missing: Vec<(&Request, u32)> = Vec::new();
-    let before = holdings(previous);
+    let mut missing: Vec<(&Request, &Pool, u32)> = Vec::new();
     for request in &requests {
         let mut wanted = request.count.saturating_sub(request.ips.len() as u32);
-        for address in before.get(&(request.policy, &request.pool.id)).into_iter().flatten() {
-            if wanted > 0 && request.may_keep(*address, previous, &asked, &owned) {
+        for address in before.get(&(request.policy, request.id)).into_iter().flatten() {
+            if wanted > 0 && request.may_keep(*address, (previous, &reserved), &asked, &owned) {
                 owned.insert(*address, request.policy);
-                allocation.entry(request.policy).or_default().insert(*address, &request.pool.id);
+                allocation.entry(request.policy).or_default().insert(*address, request.id);
                 wanted -= 1;
             }
         }
-        if wanted > 0 {
-            missing.push((request, wanted));
+        if let Some(pool) = request.pool.filter(|_| wanted > 0) {
+            missing.push((request, pool, wanted));
         }
     }
     for (address, policies) in &asked {
@@ -67,23 +68,23 @@ pub fn allocate<'a>(
     named.retain(|address, _| !owned.contains_key(address));
     for request in &requests {
         for address in request.ips.iter().filter(|address| !owned.contains_key(address)) {
-            allocation.entry(request.policy).or_default().entry(*address).or_insert(&request.pool.id);
+            allocation.entry(request.policy).or_default().entry(*address).or_insert(request.id);
         }
     }
 
     draining.retain(|address, _| !asked.contains_key(address));
     let taken = asked.into_keys().chain(owned.into_keys()).chain(draining.keys().copied());
-    let mut free = Free::new(snapshot, taken.collect());
-    for (request, wanted) in missing {
+    let mut free = Free::new(snapshot, reserved, taken.collect());
+    for (request, pool, wanted) in missing {
         for got in 0..wanted {
-            match free.take(request.pool, request.family) {
+            match free.take(pool, request.family) {
                 Some(address) => {
-                    allocation.entry(request.policy).or_default().insert(address, &request.pool.id);
+                    allocation.entry(request.policy).or_default().insert(address, request.id);
                 }
                 None => {
                     let message = format!(
                         "pool {} has no free {} address: {} of {} given; enlarge its ipRanges or ask for fewer addresses",
-                        request.pool.id,
+                        request.id,
                         request.family,
                         request.count - (wanted - got),
                         request.count
@@ -100,7 +101,9 @@ pub fn allocate<'a>(
 /// What a policy wants from a pool in one family.
 struct Request<'a> {
     policy: &'a PolicyId,
-    pool: &'a Pool,
+    id: &'a PoolId,
+    /// Absent: the pool is unreadable, and this is what the policy has of it.
+    pool: Option<&'a Pool>,
     family: Family,
     count: u32,
     ips: BTreeSet<IpAddr>,
@@ -111,56 +114,144 @@ impl Request<'_> {
     fn may_keep(
         &self,
         address: IpAddr,
-        previous: &Plan,
+        (previous, reserved): (&Plan, &Reserved),
         asked: &BTreeMap<IpAddr, BTreeSet<&PolicyId>>,
         owned: &BTreeMap<IpAddr, &PolicyId>,
     ) -> bool {
         let shared_before = |other: &&PolicyId| previous.egress_ips[&address].users.contains_key(*other);
+        let is_in_pool = || match self.pool {
+            Some(pool) => pool.contains(address),
+            None => !previous.egress_ips[&address].draining,
+        };
         Family::of(address) == self.family
-            && self.pool.contains(address)
+            && is_in_pool()
             && !self.ips.contains(&address)
+            && !reserved.withheld_from(self.policy).any(|(theirs, _)| theirs.contains(&address))
             && !owned.contains_key(&address)
             && !asked.get(&address).is_some_and(|policies| policies.iter().any(shared_before))
     }
 }
 
-fn requests<'a>(quotas: &mut Quotas<'a>, policy: &'a Policy, problems: &mut Problems) -> Vec<Request<'a>> {
+/// Addresses that are somebody's already.
+struct Reserved {
+    /// The next hops of all pools' subnets.
+    routers: BTreeSet<IpAddr>,
+    /// What Node objects have. What only a node itself claims to have is not there: it could keep any address from others.
+    nodes: BTreeSet<IpAddr>,
+}
+
+impl Reserved {
+    fn new(snapshot: &Snapshot) -> Self {
+        let routers = snapshot.pools.values().filter_map(|pool| Some(pool.subnet?.gateway)).collect();
+        Self { routers, nodes: snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied()).collect() }
+    }
+
+    /// Those that a policy may not have, with what has them. A gateway would answer for an address in place of the router, and a team would
+    /// leave with a node's address; an administrator may let a node's own address serve.
+    fn withheld_from(&self, policy: &PolicyId) -> impl Iterator<Item = (&BTreeSet<IpAddr>, &'static str)> {
+        let nodes = (policy.kind == PolicyKind::Namespaced).then_some((&self.nodes, "nodes"));
+        std::iter::once((&self.routers, "routers (subnetInfo.gateway of a pool)")).chain(nodes)
+    }
+
+    /// Takes out of `ips` what a policy asks for by name and may not have.
+    fn withhold(&self, policy: &PolicyId, ips: &mut BTreeSet<IpAddr>, problems: &mut Problems) {
+        for (theirs, whose) in self.withheld_from(policy) {
+            let withheld: Vec<IpAddr> = ips.intersection(theirs).copied().collect();
+            if withheld.is_empty() {
+                continue;
+            }
+            ips.retain(|ip| !theirs.contains(ip));
+            let message = format!("egressIPs names addresses of {whose}: {}; ask for others", listed(&withheld));
+            problems.add(policy, ConditionKind::Degraded, Reason::AddressInUse, message);
+        }
+    }
+}
+
+/// How many addresses or ranges a message lists.
+const SHOWN: usize = 3;
+
+/// The first few, and how many more there are.
+fn listed<'i, T: fmt::Display + 'i>(items: impl IntoIterator<Item = &'i T>) -> String {
+    let mut items = items.into_iter().map(ToString::to_string);
+    let shown = items.by_ref().take(SHOWN).collect::<Vec<_>>().join(", ");
+    match items.count() {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
+/// What each policy had from each pool.
+type Holdings<'p> = BTreeMap<(&'p PolicyId, &'p PoolId), Vec<IpAddr>>;
+
+fn requests<'a>(
+    quotas: &mut Quotas<'a>,
+    reserved: &Reserved,
+    before: (&Plan, &Holdings<'_>),
+    policy: &'a Policy,
+    problems: &mut Problems,
+) -> Vec<Request<'a>> {
     let Source::Pools(asked) = &policy.source else { return Vec::new() };
     let mut asked: Vec<&PoolRequest> = asked.iter().collect();
     asked.sort_by_key(|request| &request.pool);
     let mut requests = Vec::new();
     for PoolRequest { pool: id, count, ips } in asked {
         let Some(pool) = quotas.snapshot.pools.get(id) else {
-            let message = format!("pool {id} does not exist: create it, or name another in egressIPPools");
-            problems.add(&policy.id, ConditionKind::Degraded, Reason::PoolNotFound, message);
+            if quotas.snapshot.unreadable_pools.contains(id) {
+                let message = format!(
+                    "pool {id} is invalid: the policy keeps the addresses that it has, and gets no others; the pool's condition Ready says \
+                     what to correct"
+                );
+                problems.add(&policy.id, ConditionKind::Degraded, Reason::Invalid, message);
+                requests.extend(kept(before, policy, id, ips));
+            } else {
+                let message = format!("pool {id} does not exist: create it, or name another in egressIPPools");
+                problems.add(&policy.id, ConditionKind::Degraded, Reason::PoolNotFound, message);
+            }
             continue;
         };
-        for address in ips.iter().filter(|address| !pool.contains(**address)) {
-            let message = format!(
-                "egressIPs: {address} is in none of the ranges of pool {id}: use one from {}",
-                pool.ranges
-                    .iter()
-                    .collect::<BTreeSet<_>>()
-                    .into_iter()
-                    .map(ToString::to_string)
-                    .collect::<Vec<_>>()
-                    .join(", ")
-            );
-            problems.add(&policy.id, ConditionKind::Degraded, Reason::AddressNotInPool, message);
+        if !quotas.allow(policy, pool, problems) {
+            continue;
         }
+        let (mut named, foreign): (BTreeSet<IpAddr>, BTreeSet<IpAddr>) =
+            ips.iter().copied().partition(|ip| pool.contains(*ip));
+        reserved.withhold(&policy.id, &mut named, problems);
         for family in Family::ALL.into_iter().filter(|family| policy.serves(*family) && pool.serves(*family)) {
-            let mut ips: BTreeSet<IpAddr> =
-                ips.iter().copied().filter(|ip| Family::of(*ip) == family && pool.contains(*ip)).collect();
+            let mut ips: BTreeSet<IpAddr> = named.iter().copied().filter(|ip| Family::of(*ip) == family).collect();
             let count = quotas.take(policy, pool, (*count).max(ips.len() as u32), problems);
             while ips.len() > count as usize {
                 ips.pop_last();
             }
             if count > 0 {
-                requests.push(Request { policy: &policy.id, pool, family, count, ips });
+                requests.push(Request { policy: &policy.id, id, pool: Some(pool), family, count, ips });
             }
+        }
+        if !foreign.is_empty() {
+            let ranges: BTreeSet<_> = pool.ranges.iter().collect();
+            let message = format!(
+                "egressIPs names addresses that are in none of the ranges of pool {id}: {}; use some from {}",
+                listed(&foreign),
+                listed(ranges)
+            );
+            problems.add(&policy.id, ConditionKind::Degraded, Reason::AddressNotInPool, message);
         }
     }
     requests
+}
+
+/// What a policy has of a pool that is unreadable, as requests for just that.
+fn kept<'a>(
+    (previous, before): (&Plan, &Holdings<'_>),
+    policy: &'a Policy,
+    id: &'a PoolId,
+    named: &BTreeSet<IpAddr>,
+) -> impl Iterator<Item = Request<'a>> {
+    let has = before.get(&(&policy.id, id)).into_iter().flatten().copied();
+    let has: BTreeSet<IpAddr> = has.filter(|address| !previous.egress_ips[address].draining).collect();
+    Family::ALL.into_iter().map(move |family| {
+        let has: BTreeSet<IpAddr> = has.iter().copied().filter(|address| Family::of(*address) == family).collect();
+        let ips = has.intersection(named).copied().collect();
+        Request { policy: &policy.id, id, pool: None, family, count: has.len() as u32, ips }
+    })
 }
 
 /// How many addresses of each pool the policies of each namespace may still have.
@@ -170,21 +261,27 @@ struct Quotas<'a> {
 }
 
 impl<'a> Quotas<'a> {
-    /// How many of `count` addresses a policy may have.
-    fn take(&mut self, policy: &'a Policy, pool: &'a Pool, count: u32, problems: &mut Problems) -> u32 {
-        let Some(namespace) = policy.id.namespace() else { return count };
+    /// Whether a policy may use a pool.
+    fn allow(&mut self, policy: &'a Policy, pool: &'a Pool, problems: &mut Problems) -> bool {
+        let Some(namespace) = policy.id.namespace() else { return true };
         let nothing = Labels::new();
         let labels = self.snapshot.namespaces.get(namespace).unwrap_or(&nothing);
         let left = self.left.entry((&pool.id, namespace)).or_insert_with(|| pool.quota(labels));
-        let Some(left) = left else {
+        if left.is_none() {
             let message = format!(
                 "pool {} is not for namespace {namespace}: name another in egressIPPools, or ask who runs the pool to let its \
                  allowedNamespaces select the namespace",
                 pool.id
             );
             problems.add(&policy.id, ConditionKind::Degraded, Reason::NotAllowed, message);
-            return 0;
-        };
+        }
+        left.is_some()
+    }
+
+    /// How many of `count` addresses a policy may have of a pool that it may use.
+    fn take(&mut self, policy: &'a Policy, pool: &'a Pool, count: u32, problems: &mut Problems) -> u32 {
+        let Some(namespace) = policy.id.namespace() else { return count };
+        let Some(Some(left)) = self.left.get_mut(&(&pool.id, namespace)) else { return 0 };
         let granted = count.min(*left);
         *left -= granted;
         if granted < count {
@@ -233,9 +330,8 @@ fn keep_apart<'a>(
     }
 }
 
-/// What each policy had from each pool.
-fn holdings(previous: &Plan) -> BTreeMap<(&PolicyId, &PoolId), Vec<IpAddr>> {
-    let mut holdings: BTreeMap<_, Vec<IpAddr>> = BTreeMap::new();
+fn holdings(previous: &Plan) -> Holdings<'_> {
+    let mut holdings = Holdings::new();
     for (address, plan) in &previous.egress_ips {
         for (policy, pool) in plan.users.keys().filter_map(|policy| Some((policy, plan.pool.as_ref()?))) {
             holdings.entry((policy, pool)).or_default().push(*address);
@@ -255,11 +351,10 @@ struct Free<'a> {
 }
 
 impl<'a> Free<'a> {
-    fn new(snapshot: &'a Snapshot, mut taken: BTreeSet<IpAddr>) -> Self {
+    fn new(snapshot: &'a Snapshot, reserved: Reserved, mut taken: BTreeSet<IpAddr>) -> Self {
         let reported = |node: &'a Node| node.report.iter().flat_map(|r| r.addresses.iter().map(|a| a.net.addr()));
-        taken.extend(snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied()));
         let claimed = Rc::new(snapshot.nodes.values().flat_map(reported).collect());
-        taken.extend(snapshot.pools.values().filter_map(|pool| Some(pool.subnet?.gateway)));
+        taken.extend(reserved.routers.into_iter().chain(reserved.nodes));
         Self { taken, claimed, remaining: BTreeMap::new() }
     }
 

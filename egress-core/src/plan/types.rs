@@ -177,7 +177,7 @@ pub enum Reason {
     AddressNotInPool,
     /// An address was taken out of its pool while it was in use.
     Draining,
-    /// A wanted address belongs to another policy.
+    /// A wanted address belongs to another policy, a node or a router.
     AddressInUse,
     /// Two policies let the same address float over nodes that have none in common.
     SelectorsDisagree,
@@ -201,7 +201,7 @@ pub enum Reason {
     PodWithoutInterface,
     /// A selected pod has had no address for a long time.
     PodNotStarted,
-    /// The object cannot be carried out as it is written.
+    /// The object, or a pool that it names, cannot be carried out as it is written.
     Invalid,
 }
 

@@ -116,6 +116,63 @@ fn pool_gone_the_addresses_of_a_deleted_pool_drain_where_they_are() {
     assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
 }
 
+/// The pool can no longer be read, as after an upgrade that understands it differently.
+fn garble(snapshot: &mut Snapshot) {
+    snapshot.unreadable_pools = std::mem::take(&mut snapshot.pools).into_keys().collect();
+}
+
+#[test]
+fn the_addresses_of_an_unreadable_pool_stay_as_they_are_and_it_gives_no_others() {
+    let (mut snapshot, health, _) = in_use(Distribution::PerFlow);
+    pool_of(&mut snapshot).announce = Announce::Route;
+    pool_of(&mut snapshot).carriers = MAX_CARRIERS;
+    let named = PoolRequest { ips: [v4(0, 0, 9)].into(), ..request("public", 2) };
+    add_policy(&mut snapshot, policy("named", Source::Pools(vec![named])));
+    let before = plan(&snapshot, &health, &Plan::default());
+    let pools = snapshot.pools.clone();
+    garble(&mut snapshot);
+    let overlapping = pool("overlapping", FIRST(), v4(0, 0, 9));
+    snapshot.pools.insert(overlapping.id.clone(), overlapping);
+    add_policy(&mut snapshot, policy("late", Source::Pools(vec![request("public", 1)])));
+    add_policy(
+        &mut snapshot,
+        Policy { created: -1, ..policy("other", Source::Pools(vec![request("overlapping", 1)])) },
+    );
+    add_policy(&mut snapshot, policy("web", Source::Pools(vec![request("public", 3)])));
+    let after = plan(&snapshot, &health, &before);
+    for (address, old) in &before.egress_ips {
+        let ip = &after.egress_ips[address];
+        assert_eq!((&ip.owner, &ip.users, &ip.attachment), (&old.owner, &old.users, &old.attachment), "{address}");
+        assert!(!ip.draining && ip.pool == old.pool && ip.carriers.len() == old.carriers.len(), "{address}: {ip:?}");
+    }
+    assert_eq!(after.egress_ips.len(), before.egress_ips.len() + 1, "one for the policy of the other pool");
+    assert_eq!(condition(&after, ConditionKind::Ready).1, Reason::AsExpected);
+    let (holds, reason, message) = condition(&after, ConditionKind::Degraded);
+    assert_eq!((holds, reason), (true, Reason::Invalid));
+    assert!(message.starts_with("pool public is invalid: the policy keeps the addresses that it has"), "{message}");
+    assert_eq!(after.outcomes[&"late".parse().unwrap()].conditions[&ConditionKind::Ready].reason, Reason::NoAddress);
+    assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
+    snapshot.pools = pools;
+    snapshot.unreadable_pools.clear();
+    let repaired = plan(&snapshot, &health, &after);
+    assert!(before.egress_ips.iter().all(|(address, old)| repaired.egress_ips[address].owner == old.owner));
+}
+
+#[test]
+fn an_address_that_drains_goes_on_to_while_its_pool_is_unreadable() {
+    let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
+    shrink(&mut snapshot);
+    let draining = plan(&snapshot, &health, &before);
+    garble(&mut snapshot);
+    let after = plan(&snapshot, &health, &draining);
+    let drains = |plan: &Plan| plan.egress_ips.iter().map(|(ip, planned)| (*ip, planned.draining)).collect::<Vec<_>>();
+    assert_eq!(drains(&after), drains(&draining));
+    let message = condition(&after, ConditionKind::Degraded).2;
+    assert!(message.contains("10.0.0.1 (no longer in the ranges of pool public)"), "{message}");
+    snapshot.policies.clear();
+    assert!(plan(&snapshot, &health, &after).egress_ips.is_empty(), "nobody asks for them any more");
+}
+
 #[test]
 fn an_address_returned_to_its_pool_in_time_serves_again() {
     let (mut snapshot, health, before) = in_use(Distribution::PerFlow);

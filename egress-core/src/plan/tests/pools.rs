@@ -116,6 +116,29 @@ fn addresses_of_nodes_and_routers_are_never_given() {
 }
 
 #[test]
+fn the_address_of_a_router_is_nobodys_and_that_of_a_node_serves_if_an_administrator_says_so() {
+    let (mut snapshot, health) = cluster(3, 1);
+    let mut other = pool("other", v4(8, 0, 1), v4(8, 0, 9));
+    other.subnet = Some(SubnetInfo { gateway: v4(0, 0, 254), prefix_length: 24, vlan: None });
+    snapshot.pools.insert(other.id.clone(), other);
+    let own = v4(0, 0, 5);
+    let gateway = snapshot.nodes.get_mut(&"gw1".into()).unwrap();
+    gateway.addresses = [own].into();
+    let addresses = [InterfaceAddress { interface: "eth0".into(), net: own.into(), default_route: true }].into();
+    gateway.report = Some(NodeReport { addresses, ..Default::default() });
+    add_policy(&mut snapshot, pools("a", 2, &["10.0.0.254", "10.0.0.5"]));
+    let after = plan(&snapshot, &health, &Plan::default());
+    assert_eq!(of(&after, "a"), [v4(0, 0, 1), own]);
+    assert!(after.egress_ips[&own].fixed && after.egress_ips[&own].owner == Some("gw1".into()));
+    let degraded = &after.outcomes[&"a".parse().unwrap()].conditions[&ConditionKind::Degraded];
+    assert_eq!(degraded.reason, Reason::AddressInUse);
+    assert_eq!(
+        degraded.message,
+        "egressIPs names addresses of routers (subnetInfo.gateway of a pool): 10.0.0.254; ask for others"
+    );
+}
+
+#[test]
 fn missing_pools_and_strange_addresses_are_said() {
     let (mut snapshot, health) = cluster(3, 1);
     add_policy(&mut snapshot, policy("a", Source::Pools(vec![request("nowhere", 1)])));

@@ -71,6 +71,47 @@ fn tenant_the_policies_of_a_namespace_share_its_quota_and_the_older_one_comes_fi
 }
 
 #[test]
+fn tenant_a_policy_with_a_thousand_foreign_addresses_gets_one_short_sentence_and_no_word_of_the_pools_of_others() {
+    let (mut snapshot, health) = world();
+    let foreign: Vec<IpAddr> = (0..1000u16).map(|n| v4(7, (n / 250) as u8, (n % 250) as u8)).collect();
+    add_policy(&mut snapshot, of_namespace("shop", "web", 1, &foreign));
+    add_policy(&mut snapshot, of_namespace("other", "web", 1, &foreign));
+    let after = plan(&snapshot, &health, &Plan::default());
+    assert_eq!(
+        condition(&after, "ns/shop/web", ConditionKind::Degraded),
+        (
+            true,
+            Reason::AddressNotInPool,
+            "egressIPs names addresses that are in none of the ranges of pool public: 10.7.0.0, 10.7.0.1, 10.7.0.2 and 997 more; \
+             use some from 10.0.0.1-10.0.3.255"
+        )
+    );
+    let (_, reason, message) = condition(&after, "ns/other/web", ConditionKind::Degraded);
+    assert_eq!(reason, Reason::NotAllowed);
+    assert!(!message.contains("10."), "{message}");
+}
+
+#[test]
+fn tenant_nobody_gets_the_address_of_a_node_or_a_router_by_asking_for_it() {
+    let (mut snapshot, health) = world();
+    let (own, router) = (v4(0, 0, 5), v4(0, 0, 254));
+    add_policy(&mut snapshot, of_namespace("bank", "thief", 2, &[own, router]));
+    let before = plan(&snapshot, &health, &Plan::default());
+    assert_eq!(before.egress_ips.keys().copied().collect::<Vec<_>>(), [own, router], "they are nobody's yet");
+    snapshot.pools.values_mut().next().unwrap().subnet =
+        Some(SubnetInfo { gateway: router, prefix_length: 24, vlan: None });
+    let gateway = snapshot.nodes.get_mut(&"gw1".into()).unwrap();
+    gateway.addresses = [own].into();
+    let addresses = [InterfaceAddress { interface: "eth0".into(), net: own.into(), default_route: true }].into();
+    gateway.report = Some(NodeReport { addresses, ..Default::default() });
+    let after = plan(&snapshot, &health, &before);
+    assert_eq!(after.egress_ips.keys().copied().collect::<Vec<_>>(), [v4(0, 0, 1), v4(0, 0, 2)]);
+    let (holds, reason, message) = condition(&after, "ns/bank/thief", ConditionKind::Degraded);
+    assert_eq!((holds, reason), (true, Reason::AddressInUse));
+    assert!(message.contains("addresses of nodes: 10.0.0.5; ask") && message.contains("10.0.0.254"), "{message}");
+}
+
+#[test]
 fn tenant_onnogateway_says_what_becomes_of_pods_that_a_cluster_scoped_policy_selects() {
     let (mut snapshot, health) = world();
     let stray = Policy { on_no_gateway: OnNoGateway::NodeIp, ..of_namespace("other", "stray", 1, &[]) };
