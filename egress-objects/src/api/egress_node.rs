@@ -2,7 +2,7 @@
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
-use super::{EVERY_NODE, FOLLOWED_BY_LABEL, schema};
+use super::{EVERY_NODE, FOLLOWED_BY_LABEL, LABEL_VALUE, schema};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
@@ -52,9 +52,6 @@ pub struct EgressNodeSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cluster_networks: Vec<String>,
 }
-
-/// The length of a label's value (`validation.LabelValueMaxLength` of Kubernetes). Names of nodes can be longer.
-const LABEL_VALUE: usize = 63;
 
 impl EgressNode {
     /// The object of a node that has none. Every agent follows a gateway's.

@@ -52,7 +52,11 @@ pub const ALPHA: &str = "v1alpha1";
 /// Node annotation that overrides `maxEgressIPsPerNode` of every pool and of the configuration; a number from 0 to 255.
 pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 
-/// Label of an EgressIP: the node that carries it now, for whatever configures a cloud. Absent while none does.
+/// The length of a label's value (`validation.LabelValueMaxLength` of Kubernetes). Names of nodes can be longer.
+pub(crate) const LABEL_VALUE: usize = 63;
+
+/// Label of an EgressIP: the node that carries it now, for whatever configures a cloud. Absent while none does, and for a node whose name
+/// is too long for a label.
 pub const NODE_LABEL: &str = "spillway.io/node";
 
 /// Label of an EgressNode: whose agents follow it. Either [`EVERY_NODE`], or the name of its own node: then only that one's agent does, and

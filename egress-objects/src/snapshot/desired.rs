@@ -116,7 +116,7 @@ fn egress_ips<'a>(
         let status = before.and_then(|before| before.status.as_ref());
         let mut metadata = before.map_or_else(|| named(&name), |before| before.metadata.clone());
         let labels = metadata.labels.get_or_insert_default();
-        match &ip.owner {
+        match ip.owner.as_ref().filter(|owner| owner.as_str().len() <= api::LABEL_VALUE) {
             Some(owner) => labels.insert(api::NODE_LABEL.to_owned(), owner.to_string()),
             None => labels.remove(api::NODE_LABEL),
         };

@@ -266,6 +266,23 @@ fn a_broken_policy_says_so_and_touches_no_other() {
 }
 
 #[test]
+fn a_gateway_whose_name_is_too_long_for_a_label_carries_egress_ips() {
+    let mut objects = objects();
+    let (long, fits) = ("g".repeat(64), "g".repeat(63));
+    for (at, name) in [&long, &fits].into_iter().enumerate() {
+        Arc::make_mut(&mut objects.nodes[at]).metadata.name = Some(name.clone());
+    }
+    let fresh = health().nodes.into_values().next().unwrap();
+    let health = Health { nodes: [&long, &fits].map(|name| (name.as_str().into(), fresh)).into() };
+    round(&mut objects, &health, 100);
+    let label =
+        |ip: &EgressIP| ip.metadata.labels.as_ref().and_then(|labels| labels.get(crate::api::NODE_LABEL).cloned());
+    let owners: BTreeSet<(String, Option<String>)> =
+        objects.egress_ips.iter().map(|ip| (ip.status.clone().unwrap().node.unwrap(), label(ip))).collect();
+    assert_eq!(owners, [(long, None), (fits.clone(), Some(fits))].into());
+}
+
+#[test]
 fn revisions_are_never_used_twice() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
