@@ -21,7 +21,7 @@ use crate::api::{
     ExternalIPPool, Pod,
 };
 use crate::translate::{self, Problem, networks::CniObjects};
-use egress_core::model::{Labels, Snapshot};
+use egress_core::model::{Labels, PoolId, PoolKind, Snapshot};
 
 /// All objects that a plan is made from, in any order.
 #[derive(Clone, Debug, Default)]
@@ -54,24 +54,33 @@ pub struct ApiObjects {
     pub egress_nodes: Vec<Arc<EgressNode>>,
 }
 
-/// The model of all objects, and what could not be understood. An object that has a problem is left out (a policy, a
-/// pool) or read without the part that has it (a node), and never touches another one.
+/// The model of all objects, and what could not be understood. An object that has a problem never touches another one. Of a pool only the
+/// name is known then, and of a policy what it selects (`translate::policy::read`); one of another system is left out. A node is read
+/// without the part that has the problem.
 pub fn snapshot(objects: &ApiObjects) -> (Snapshot, Vec<Problem>) {
     let (mut snapshot, mut problems) = (Snapshot::default(), Vec::new());
-    let own_pools = objects.pools.iter().map(|object| translate::pool(object));
-    for read in own_pools.chain(objects.external_ip_pools.iter().map(|object| translate::antrea::pool(object))) {
+    let own = objects.pools.iter().map(|object| (PoolKind::Native, &object.metadata, translate::pool(object)));
+    let antrea = objects.external_ip_pools.iter();
+    let antrea = antrea.map(|object| (PoolKind::Antrea, &object.metadata, translate::antrea::pool(object)));
+    for (kind, metadata, read) in own.chain(antrea) {
         match read {
             Ok(pool) => {
                 snapshot.pools.insert(pool.id.clone(), pool);
             }
-            Err(found) => problems.extend(found),
+            Err(found) => {
+                snapshot.unreadable_pools.insert(PoolId::new(kind, &translate::name(metadata)));
+                problems.extend(found);
+            }
         }
     }
-    let own = objects.policies.iter().map(|object| translate::policy(object));
+    let own = objects.policies.iter().map(|object| translate::read(object));
+    for (policy, found) in own.chain(objects.namespaced_policies.iter().map(|o| translate::read_namespaced(o))) {
+        snapshot.policies.insert(policy.id.clone(), policy);
+        problems.extend(found);
+    }
     let cilium = objects.cilium_policies.iter().map(|object| translate::cilium::policy(object));
     let antrea = objects.egresses.iter().map(|object| translate::antrea::egress(object, &snapshot.pools));
-    let namespaced = objects.namespaced_policies.iter().map(|object| translate::namespaced_policy(object));
-    for read in own.chain(namespaced).chain(cilium).chain(antrea) {
+    for read in cilium.chain(antrea) {
         match read {
             Ok(policy) => {
                 snapshot.policies.insert(policy.id.clone(), policy);

@@ -12,7 +12,7 @@ mod scalar;
 use std::fmt;
 
 pub use node::{node, pod_networks, report, service_cidr};
-pub use policy::{namespaced as namespaced_policy, policy};
+pub use policy::{namespaced as namespaced_policy, policy, read, read_namespaced};
 pub use pool::pool;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -105,6 +105,8 @@ impl Reader {
         if self.problems.is_empty() { Ok(value) } else { Err(self.problems) }
     }
 
+    /// Reads a selector. What is wrong with it is taken literally: no label has one of no values, and each has none of them. So a policy
+    /// that is wrong selects no pod that its author did not mean.
     fn selector(&mut self, selector: &LabelSelector, field: &str) -> Selector {
         let labels = selector.match_labels.iter().flatten();
         let mut requirements: Vec<(String, Requirement)> =
@@ -112,14 +114,9 @@ impl Reader {
         for (at, expression) in selector.match_expressions.iter().flatten().enumerate() {
             let values: BTreeSet<String> = expression.values.iter().flatten().cloned().collect();
             let field = |part: &str| format!("{field}.matchExpressions[{at}].{part}");
-            let requirement = match (expression.operator.as_str(), values.is_empty()) {
-                ("In", false) => Requirement::In(values),
-                ("NotIn", false) => Requirement::NotIn(values),
-                ("Exists", true) => Requirement::Exists,
-                ("DoesNotExist", true) => Requirement::DoesNotExist,
+            match (expression.operator.as_str(), values.is_empty()) {
                 (operator @ ("In" | "NotIn"), true) => {
                     self.problem(field("values"), format!("{operator} without values"), "write at least one value");
-                    continue;
                 }
                 (operator @ ("Exists" | "DoesNotExist"), false) => {
                     self.problem(
@@ -127,12 +124,18 @@ impl Reader {
                         format!("{operator} with values"),
                         "remove the values, or use In or NotIn",
                     );
-                    continue;
                 }
-                (operator, _) => {
+                _ => {}
+            }
+            let requirement = match expression.operator.as_str() {
+                "In" => Requirement::In(values),
+                "NotIn" => Requirement::NotIn(values),
+                "Exists" => Requirement::Exists,
+                "DoesNotExist" => Requirement::DoesNotExist,
+                operator => {
                     let message = format!("{operator:?} is not an operator");
                     self.problem(field("operator"), message, "use In, NotIn, Exists or DoesNotExist");
-                    continue;
+                    Requirement::In(BTreeSet::new())
                 }
             };
             requirements.push((expression.key.clone(), requirement));

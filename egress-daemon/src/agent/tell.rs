@@ -49,13 +49,7 @@ pub fn state(agent: &Agent, view: &NodeView) -> AgentState {
     }));
     AgentState {
         node: node(agent),
-        policies: observed
-            .snapshot
-            .policies
-            .values()
-            .map(|p| policy(observed, view, p))
-            .chain(refused(observed))
-            .collect(),
+        policies: policies(observed, view),
         gateways: gateways(machine),
         egress_ips: observed.plan.egress_ips.iter().map(|(ip, e)| egress_ip(observed, *ip, e)).collect(),
         unnamed_networks: outcome.unnamed.iter().map(|(net, why)| (net.to_string(), why.clone())).collect(),
@@ -145,13 +139,25 @@ fn policy(observed: &ObservedObjects, view: &NodeView, policy: &egress_core::mod
     }
 }
 
-/// The policies that cannot be carried out as they are written.
-fn refused(observed: &ObservedObjects) -> impl Iterator<Item = PolicyState> {
-    refusals(&observed.problems).into_iter().map(|(policy, message)| {
+/// All policies. Those that cannot be carried out as they are written say why, whether this node knows what they select or not.
+fn policies(observed: &ObservedObjects, view: &NodeView) -> Vec<PolicyState> {
+    let mut refused = refusals(&observed.problems);
+    let because = |message: String| {
         let (kind, reason) = (ConditionKind::Ready.as_str().into(), Reason::Invalid.as_str().into());
-        let condition = ConditionState { kind, status: "False".into(), reason, message };
-        PolicyState { name: policy.to_string(), conditions: vec![condition], ..PolicyState::default() }
-    })
+        vec![ConditionState { kind, status: "False".into(), reason, message }]
+    };
+    let mut states = Vec::new();
+    for known in observed.snapshot.policies.values() {
+        let state = policy(observed, view, known);
+        let conditions = refused.remove(&known.id).map(because);
+        states.push(PolicyState { conditions: conditions.unwrap_or(state.conditions), ..state });
+    }
+    states.extend(refused.into_iter().map(|(policy, message)| PolicyState {
+        name: policy.to_string(),
+        conditions: because(message),
+        ..PolicyState::default()
+    }));
+    states
 }
 
 /// The gateways that are probed, and the transports to them.

@@ -17,6 +17,8 @@ pub const KIND: &str = "EgressGatewayPolicy";
 /// The kind of those that belong to a namespace.
 pub const NAMESPACED: &str = "EgressPolicy";
 const CIDR: &str = "write a network such as 203.0.113.0/24 or 2001:db8::/32";
+/// The most addresses that a policy has of a pool.
+const MAX_COUNT: u32 = 1024;
 /// What to write for an address.
 pub(super) const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
 
@@ -45,14 +47,38 @@ macro_rules! policy {
 
 /// The policy of an object, or everything that is wrong with it.
 pub fn policy(object: &api::EgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {
+    sound(read(object))
+}
+
+/// The policy of a namespaced object, or everything that is wrong with it.
+pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
+    sound(read_namespaced(object))
+}
+
+fn sound((policy, problems): (Policy, Vec<Problem>)) -> Result<Policy, Vec<Problem>> {
+    if problems.is_empty() { Ok(policy) } else { Err(problems) }
+}
+
+/// The policy that is in force in place of one with these problems: it has no egress IP and drops, so that packets that it is meant for
+/// do not leave with a node's address.
+fn in_force(policy: Policy, problems: Vec<Problem>) -> (Policy, Vec<Problem>) {
+    let policy = match problems.is_empty() {
+        true => policy,
+        false => Policy { source: Source::Pools(Vec::new()), on_no_gateway: OnNoGateway::Drop, ..policy },
+    };
+    (policy, problems)
+}
+
+/// The policy of an object that is in force, and everything that is wrong with it.
+pub fn read(object: &api::EgressGatewayPolicy) -> (Policy, Vec<Problem>) {
     let mut reader = Reader::new(KIND, &object.metadata);
     let spec = &object.spec;
     let policy = policy!(reader, object, PolicyKind::Native, selectors(&mut reader, spec), source(&mut reader, spec));
-    reader.finish(policy)
+    in_force(policy, reader.problems)
 }
 
-/// The policy of a namespaced object, or everything that is wrong with it. It selects only pods of its own namespace.
-pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
+/// The policy of a namespaced object that is in force, and everything that is wrong with it. It selects only pods of its own namespace.
+pub fn read_namespaced(object: &api::EgressPolicy) -> (Policy, Vec<Problem>) {
     let mut reader = Reader::new(NAMESPACED, &object.metadata);
     let spec = &object.spec;
     let own = Selector::label(NAMESPACE_NAME, object.metadata.namespace.as_deref().unwrap_or_default());
@@ -72,7 +98,7 @@ pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
     let pools = pools.map(|(at, pool)| (format!("spec.egressIPPools[{at}]"), pool)).collect();
     let kind = PolicyKind::Namespaced;
     let policy = policy!(reader, object, kind, selectors, Source::Pools(pool_requests(&mut reader, pools)));
-    reader.finish(policy)
+    in_force(policy, reader.problems)
 }
 
 impl From<api::Distribution> for Distribution {
@@ -122,6 +148,7 @@ fn selectors(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Vec<En
         if selector.pod_selector.is_none() && selector.namespace_selector.is_none() {
             let remedy = "write podSelector or namespaceSelector; podSelector: {} selects every pod";
             reader.problem(field.clone(), "it selects neither pods nor namespaces", remedy);
+            continue;
         }
         let mut read = |selector: &Option<_>, part: &str| {
             selector.as_ref().map(|selector| reader.selector(selector, &format!("{field}.{part}")))
@@ -183,8 +210,11 @@ fn pool_requests(reader: &mut Reader, pools: Vec<(String, &api::PoolRequest)>) -
         let request = pool_request(reader, &field, entry);
         match requests.get_mut(&request.pool) {
             Some(same) => {
-                same.count += request.count;
+                same.count = (same.count + request.count).min(MAX_COUNT);
                 same.ips.extend(request.ips);
+                while same.ips.len() > MAX_COUNT as usize {
+                    same.ips.pop_last();
+                }
             }
             None => {
                 requests.insert(request.pool.clone(), request);
@@ -226,11 +256,16 @@ fn pool_request(reader: &mut Reader, field: &str, entry: &api::PoolRequest) -> P
         texts.filter_map(|(at, text)| reader.parse(text, format!("{field}.egressIPs[{at}]"), ADDRESS)).collect();
     let count = match entry.count {
         None => Some(ips.len().max(1) as u32),
-        Some(count) => u32::try_from(count).ok().filter(|count| (1..=1024).contains(count)),
+        Some(count) => u32::try_from(count).ok().filter(|count| (1..=MAX_COUNT).contains(count)),
     };
     if count.is_none() {
         let remedy = "write 1 to 1024, or remove the pool from the policy";
         reader.problem(format!("{field}.count"), "it is out of range", remedy);
+    }
+    let is_of_name = |c: char| matches!(c, 'a'..='z' | '0'..='9' | '-' | '.');
+    if entry.name.is_empty() || !entry.name.chars().all(is_of_name) {
+        let message = format!("{:?} is not the name of an object", entry.name);
+        reader.problem(format!("{field}.name"), message, "write that of an EgressIPPool");
     }
     PoolRequest { pool: PoolId::new(PoolKind::Native, &entry.name), count: count.unwrap_or(1), ips }
 }

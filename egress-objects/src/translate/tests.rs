@@ -73,6 +73,60 @@ fn pools_are_asked_for_once_each() {
 }
 
 #[test]
+fn entries_of_one_pool_count_together_up_to_what_one_may_ask_for() {
+    let ips = |n: u32| (0..700).map(|i| format!("10.{n}.{}.{}", i / 250, i % 250)).collect::<Vec<_>>();
+    let policy = policy(&object("EgressGatewayPolicy", json!({
+        "selectors": [{"namespaceSelector": {}}],
+        "destinationCIDRs": ["0.0.0.0/0"],
+        "egressIPPools": [{"name": "a", "count": 1024}, {"name": "a", "count": 1}, {"name": "b", "egressIPs": ips(1)}, {"name": "b", "egressIPs": ips(2)}]
+    }))).unwrap();
+    let Source::Pools(requests) = &policy.source else { panic!("{:?}", policy.source) };
+    assert_eq!(requests.iter().map(|r| (r.count, r.ips.len())).collect::<Vec<_>>(), [(1024, 0), (1024, 1024)]);
+}
+
+#[test]
+fn a_policy_that_cannot_be_understood_drops_packets_of_the_pods_that_it_is_known_to_select() {
+    let web = json!({"podSelector": {"matchLabels": {"app": "web"}}});
+    let nothing = json!({"podSelector": {"matchExpressions": [{"key": "app", "operator": "In", "values": []}]}});
+    let unknown = json!({"podSelector": {"matchExpressions": [{"key": "app", "operator": "Is", "values": ["a"]}]}});
+    let spec = json!({
+        "selectors": [web, nothing, unknown, {"nodeSelector": {}}],
+        "destinationCIDRs": ["0.0.0.0/0"],
+        "egressIPPools": [{"name": "public"}],
+        "onNoGateway": "NodeIP",
+        "bandwidth": {"rate": "100u"},
+    });
+    let (policy, problems) = read(&object("EgressGatewayPolicy", spec.clone()));
+    assert_eq!(problems.len(), 4, "{problems:?}");
+    assert_eq!((&policy.source, policy.on_no_gateway), (&Source::Pools(Vec::new()), OnNoGateway::Drop));
+    assert_eq!(policy.destinations.len(), 1);
+    let labels = |app: &str| [("app".to_owned(), app.to_owned())].into();
+    let selects = |app: &str| policy.selects(&labels(app), &Labels::new(), &Labels::new());
+    assert_eq!([selects("web"), selects("a"), selects("db")], [true, false, false]);
+
+    let mut spec = spec;
+    spec["selectors"].as_array_mut().unwrap().truncate(1);
+    let object: api::EgressPolicy = object("EgressPolicy", spec);
+    let (policy, problems) = read_namespaced(&object);
+    assert_eq!(problems.len(), 1, "{problems:?}");
+    assert_eq!((policy.source, policy.on_no_gateway), (Source::Pools(Vec::new()), OnNoGateway::Drop));
+    assert_eq!(namespaced_policy(&object), Err(problems));
+}
+
+#[test]
+fn the_name_of_a_pool_that_no_pool_can_have_is_told_without_control_characters() {
+    let told = problems(policy(&object(
+        "EgressGatewayPolicy",
+        json!({
+            "selectors": [{"podSelector": {}}], "destinationCIDRs": ["0.0.0.0/0"], "egressIPPools": [{"name": "a\u{1b}[31m"}],
+        }),
+    )));
+    let expected = "EgressGatewayPolicy web, spec.egressIPPools[0].name: \"a\\u{1b}[31m\" is not the name of an object: write that of \
+                    an EgressIPPool";
+    assert_eq!(told, [expected]);
+}
+
+#[test]
 fn every_problem_of_a_policy_is_told_with_its_field() {
     let told = problems(policy(&object(
         "EgressGatewayPolicy",

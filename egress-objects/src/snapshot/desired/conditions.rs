@@ -47,13 +47,14 @@ impl<'a> ConditionWriter<'a> {
             type_: kind.to_owned(),
             status: status.to_owned(),
             reason: reason.to_owned(),
-            message: shorten(message),
+            message: shorten(message, LONGEST_MESSAGE),
             observed_generation: self.generation,
             last_transition_time: before.map_or_else(|| self.now.clone(), |before| before.last_transition_time.clone()),
         });
     }
 
-    /// Those of a policy: the plan's outcome, or that the object could not be understood.
+    /// Those of a policy: the plan's outcome, or that the object could not be understood. With both, the policy is in force without egress
+    /// IPs.
     pub fn of_policy(&mut self, outcome: Option<&PolicyOutcome>, problems: &[&Problem]) {
         match outcome.filter(|_| problems.is_empty()) {
             Some(outcome) => {
@@ -75,7 +76,9 @@ impl<'a> ConditionWriter<'a> {
             }
             None => {
                 let invalid = Reason::Invalid.as_str();
-                self.add(ConditionKind::Ready.as_str(), false, invalid, sentences(problems));
+                let dropped = outcome.map_or("", |_| "; until then, it drops packets of pods that it selects");
+                let message = format!("{}{dropped}", shorten(sentences(problems), LONGEST_MESSAGE - dropped.len()));
+                self.add(ConditionKind::Ready.as_str(), false, invalid, message);
                 let others = [ConditionKind::Degraded.as_str(), ConditionKind::Conflicting.as_str(), PROGRAMMED];
                 for kind in others {
                     self.add(kind, false, invalid, "the policy is not carried out".into());
@@ -185,9 +188,9 @@ fn sentences(problems: &[&Problem]) -> String {
     problems.iter().map(sentence).collect::<Vec<_>>().join("; ")
 }
 
-fn shorten(mut message: String) -> String {
-    if message.len() > LONGEST_MESSAGE {
-        message.truncate(message.floor_char_boundary(LONGEST_MESSAGE - 4));
+fn shorten(mut message: String, longest: usize) -> String {
+    if message.len() > longest {
+        message.truncate(message.floor_char_boundary(longest - 4));
         message.push_str(" ...");
     }
     message
