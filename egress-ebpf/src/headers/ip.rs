@@ -10,7 +10,7 @@ use aya_ebpf::{
     helpers::bpf_csum_diff,
 };
 use core::mem::offset_of;
-use egress_common::{V4, V6, config::DatapathConfig, csum, hash::Words, limits::MAX_EXTENSION_HEADERS};
+use egress_common::{V4, V6, config::DatapathConfig, csum, hash::Words, limits::MAX_EXTENSION_HEADERS, mapped};
 use network_types::ip::{Ipv4Hdr, Ipv6Hdr};
 
 /// `BPF_F_IPV6` of `bpf_l4_csum_replace` (Linux 6.16): the address change cancels out in `skb->csum`.
@@ -116,7 +116,7 @@ impl Header for V4 {
 
     #[inline(always)]
     fn is(self, words: &V6) -> bool {
-        self[0] == words[3]
+        mapped(self).is(words)
     }
 
     #[inline(always)]

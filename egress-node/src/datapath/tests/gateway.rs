@@ -345,16 +345,23 @@ fn a_hint_leads_to_no_other_address_and_to_none_that_is_no_egress_ip_any_more() 
     let mut unleased = both.egress_ips[&addr(EGRESS4)].clone();
     unleased.leases.clear();
     both.egress_ips.insert(twin, unleased);
+    // Of the other family, with the same last word.
+    let cousin = addr("2001:db8::c000:20a");
+    assert_eq!(net::any(cousin)[3], net::any(addr(EGRESS4))[3]);
+    both.egress_ips.insert(cousin, both.egress_ips[&twin].clone());
     let mut one = both.clone();
     one.egress_ips.remove(&addr(EGRESS4));
     let verdict = |rig: &mut Rig, to: IpAddr| {
         let port = port_block::first_port(OTHER_BLOCK);
-        rig.run("uplink_ingress", &seal(ip(addr(SERVER4), to, UDP, &[], &udp(53, port, b"answer")))).0
+        let from = addr(if to.is_ipv4() { SERVER4 } else { SERVER6 });
+        rig.run("uplink_ingress", &seal(ip(from, to, UDP, &[], &udp(53, port, b"answer")))).0
     };
     rig.write(&both);
     for _ in 0..2 {
-        assert_eq!(verdict(&mut rig, twin), SHOT, "nobody has its port");
-        assert_eq!(verdict(&mut rig, addr(EGRESS4)), REDIRECT, "another node has its port");
+        for unleased in [twin, cousin] {
+            assert_eq!(verdict(&mut rig, unleased), SHOT, "nobody has its port");
+            assert_eq!(verdict(&mut rig, addr(EGRESS4)), REDIRECT, "another node has its port");
+        }
     }
     rig.write(&one);
     assert_eq!(verdict(&mut rig, addr(EGRESS4)), NEXT, "it is no egress IP");
