@@ -280,7 +280,7 @@ map_type! {
     pub struct Fragment {
         /// Source port, or identifier of an ICMP query.
         pub src_port: u16,
-        /// Destination port; 0 for ICMP.
+        /// Destination port; of ICMP 0 for a query, 1 for an answer.
         pub dst_port: u16,
     } size 4
 }

@@ -141,7 +141,7 @@ pub fn is_of<F: Family>(
 /// long. Only the pod's segments are tracked: the other side's are assumed to be acknowledged.
 #[inline(always)]
 fn goes_on<F: Family>(config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, record: &mut Inbound) -> bool {
-    if t.opens() {
+    if t.opens() || t.kind == Kind::Query {
         return false;
     }
     let [long, short, udp, icmp] = collect::idle_times(config);

@@ -249,8 +249,6 @@ fn reply_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header) 
     match t.kind {
         Kind::Tcp | Kind::Udp => Some(t.dst_port),
         Kind::Answer => Some(t.src_port),
-        // A later fragment of an answer shows only its protocol.
-        Kind::Query if ip.part == Part::Later => Some(t.src_port),
         Kind::Error => parse::embedded::<F, _>(pkt, ip.l4).map(|inner| inner.src_port),
         Kind::Query | Kind::Orphan | Kind::Other | Kind::Broken => None,
     }

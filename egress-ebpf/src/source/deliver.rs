@@ -81,10 +81,10 @@ pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
 #[inline(always)]
 fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header, tended: bool) -> Verdict {
     let key = match t.kind {
-        Kind::Tcp | Kind::Udp | Kind::Answer | Kind::Query => key::of_reply(ip, t),
+        Kind::Tcp | Kind::Udp | Kind::Answer => key::of_reply(ip, t),
         Kind::Error => return icmp::incoming::<F>(pkt, config, ip),
         Kind::Orphan => return Verdict::Drop(Counter::DropFragment),
-        Kind::Other => return Verdict::Drop(Counter::DropProtocol),
+        Kind::Query | Kind::Other => return Verdict::Drop(Counter::DropProtocol),
         Kind::Broken => return Verdict::Drop(Counter::DropMalformed),
     };
     let Some(reverse) = F::reverses().get_ptr_mut(&key) else { return Verdict::Drop(Counter::DropNoReverse) };

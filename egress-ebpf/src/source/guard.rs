@@ -133,7 +133,7 @@ pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
     let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
     let key = key::of_pod(&ip, &t);
-    if matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer)
+    if matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query)
         && let Some(flow) = F::flows().get_ptr_mut(&key)
     {
         // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
@@ -157,8 +157,11 @@ pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
         // Routing has already decremented the hop limit.
         return translated::send::<F>(pkt, config, &ip, &t, &taken, false).to_bits();
     }
-    if F::inbound().get_ptr(&key).is_some() {
-        return Verdict::Pass.to_bits();
+    let left_alone = F::inbound().get_ptr(&key).is_some();
+    let verdict = if left_alone { Verdict::Pass } else { unguarded::<F>(pkt, config, &ip, &t) };
+    let has_ports = matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer);
+    if ip.part == Part::First && has_ports && matches!(verdict, Verdict::Pass) {
+        datagram::keep(&ip, &t);
     }
     unguarded::<F>(pkt, config, &ip, &t).to_bits()
 }

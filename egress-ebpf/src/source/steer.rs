@@ -45,6 +45,8 @@ const ENTERED: u64 = u64::MAX - 2;
 const ASK: u64 = u64::MAX - 4;
 /// What both return for a fragment that waits for its first one, or that others wait for.
 const GATHER: u64 = u64::MAX - 3;
+/// What both return for the first fragment of a datagram that is left alone: its later ones find its ports.
+const ALONE: u64 = u64::MAX - 8;
 /// What [`established`] returns for a flow that must be checked first.
 const CHECK: u64 = u64::MAX - 7;
 
@@ -77,9 +79,12 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
         },
         verdict => verdict,
     };
-    if verdict == GATHER {
-        trace::note(Step::Fragment, 0, 0);
+    if verdict == GATHER || verdict == ALONE {
+        if verdict == GATHER {
+            trace::note(Step::Fragment, 0, 0);
+        }
         return match fragment::once::gather::<F>(pkt) {
+            fragment::GO_ON if verdict == ALONE => Verdict::Pass.to_bits(),
             fragment::GO_ON => Verdict::Drop(Counter::DropFragment).to_bits(),
             verdict => verdict,
         };
@@ -151,7 +156,8 @@ pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return UNKNOWN };
     let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
-    if !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
+    // An answer belongs to what the outside has asked, never to the pod's own query with the same identifier.
+    if !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query) {
         return UNKNOWN;
     }
     let key = key::of_pod(&ip, &t);
@@ -160,7 +166,7 @@ pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
             return UNKNOWN;
         }
         trace::note(Step::LeftAlone, 0, 0);
-        return Verdict::Pass.to_bits();
+        return alone(&ip).to_bits();
     };
     // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
     let flow = unsafe { &mut *flow };
@@ -230,6 +236,12 @@ fn proceed<F: Family>(
     })
 }
 
+/// The verdict on a packet that is left alone.
+#[inline(always)]
+fn alone<F: Family>(ip: &Ip<F>) -> Verdict {
+    if ip.part == Part::First { Verdict::Later(ALONE) } else { Verdict::Pass }
+}
+
 /// `Ok` when the packet has a flow now.
 #[inline(always)]
 fn unknown<F: Family>(
@@ -250,15 +262,15 @@ fn unknown<F: Family>(
     };
     if inbound::is_of::<F>(pkt, config, generation, t, key, &endpoint) {
         trace::note(Step::LeftAlone, 0, 0);
-        return Err(Verdict::Pass);
+        return Err(alone(ip));
     }
     trace::note(Step::Policy, index, 0);
     let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
-        Kind::Tcp if t.opens() => {}
-        Kind::Tcp => return Err(stray::<F>(pkt, config, generation, t, key, &policy, &endpoint)),
+        Kind::Tcp if t.opens() || policy.leaves_as_node() => {}
+        Kind::Tcp => return Err(stray::<F>(pkt, config, generation, ip, t, key, &policy, &endpoint)),
         // An answer to a query that arrived on a path that this node does not see (an inbound query is remembered).
-        Kind::Answer => return Err(Verdict::Pass),
+        Kind::Answer => return Err(alone(ip)),
         Kind::Udp | Kind::Query => {}
         // The stack waits for the first fragment.
         Kind::Orphan if firewall::is_asked(config) != 0 => return Err(firewall::detour(pkt)),
@@ -269,7 +281,7 @@ fn unknown<F: Family>(
     if policy.table_len == 0 {
         if policy.leaves_as_node() {
             trace::note(Step::AsNode, 0, 0);
-            return Err(Verdict::Pass);
+            return Err(alone(ip));
         }
         return Err(Verdict::Drop(Counter::DropNoGateway));
     }
@@ -280,11 +292,13 @@ fn unknown<F: Family>(
 }
 
 /// A TCP segment of a connection that is not in the table.
+#[expect(clippy::too_many_arguments, reason = "all of it is inlined into one program")]
 #[inline(always)]
 fn stray<F: Family>(
     pkt: &Packet,
     config: &DatapathConfig,
     generation: u32,
+    ip: &Ip<F>,
     t: &L4Header,
     key: &FlowKey<F>,
     policy: &Policy,
@@ -301,7 +315,7 @@ fn stray<F: Family>(
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
     inbound::leave_alone::<F>(pkt, generation, key, endpoint, tcp::advance(0, t.flags));
-    Verdict::Pass
+    alone(ip)
 }
 
 /// Opens a flow: chooses a slot, takes a port and enters both halves.

@@ -10,6 +10,9 @@ use crate::{
 };
 use egress_common::flow::{Fragment, FragmentKey, HeldKey};
 
+/// [`Fragment::dst_port`] of an ICMP answer; that of a query is 0.
+const ANSWER: u16 = 1;
+
 /// The key of a datagram.
 #[inline(always)]
 pub fn key<F: Family>(ip: &Ip<F>) -> FragmentKey<F> {
@@ -19,14 +22,15 @@ pub fn key<F: Family>(ip: &Ip<F>) -> FragmentKey<F> {
 /// Keeps the ports of a first fragment.
 #[inline(always)]
 pub fn keep<F: Family>(ip: &Ip<F>, t: &L4Header) {
-    let value = Fragment { src_port: t.src_port, dst_port: t.dst_port };
+    let dst_port = if t.kind == Kind::Answer { ANSWER } else { t.dst_port };
+    let value = Fragment { src_port: t.src_port, dst_port };
     // A full table evicts the oldest datagram, so this does not fail for want of room.
     let _ = F::fragments().insert(key::<F>(ip), value, 0);
 }
 
 /// The ports of the datagram that a later fragment belongs to.
 #[inline(always)]
-pub fn recall<F: Family>(ip: &Ip<F>) -> Option<Fragment> {
+fn recall<F: Family>(ip: &Ip<F>) -> Option<Fragment> {
     // SAFETY: the entry is never changed in place.
     unsafe { F::fragments().get(key::<F>(ip)) }.copied()
 }
@@ -41,16 +45,17 @@ pub fn is_awaited<F: Family>(ip: &Ip<F>) -> bool {
 #[inline(always)]
 pub fn transport<F: Family>(pkt: &Packet, ip: &Ip<F>) -> L4Header {
     if ip.part == Part::Later {
-        let kind = match ip.proto {
-            proto::TCP => Kind::Tcp,
-            proto::UDP => Kind::Udp,
-            p if p == F::ICMP => Kind::Query,
-            _ => return L4Header::of(Kind::Other),
+        if !matches!(ip.proto, proto::TCP | proto::UDP) && ip.proto != F::ICMP {
+            return L4Header::of(Kind::Other);
+        }
+        let Some(Fragment { src_port, dst_port }) = recall::<F>(ip) else { return L4Header::of(Kind::Orphan) };
+        let (kind, dst_port) = match ip.proto {
+            proto::TCP => (Kind::Tcp, dst_port),
+            proto::UDP => (Kind::Udp, dst_port),
+            _ if dst_port == ANSWER => (Kind::Answer, 0),
+            _ => (Kind::Query, 0),
         };
-        return match recall::<F>(ip) {
-            Some(f) => L4Header { kind, src_port: f.src_port, dst_port: f.dst_port, flags: 0, ack: 0 },
-            None => L4Header::of(Kind::Orphan),
-        };
+        return L4Header { kind, src_port, dst_port, flags: 0, ack: 0 };
     }
     transport_header::<F, _>(pkt, ip.l4, ip.proto)
 }

@@ -206,9 +206,10 @@ impl Rig {
         self.try_run(program, frame).expect("a frame that the kernel runs programs with")
     }
 
-    /// The same, or `None` for a frame that the kernel does not accept as a packet.
+    /// The same, or `None` for a frame that the kernel does not accept as a packet. What goes into a pod has come in by an interface.
     pub fn try_run(&mut self, program: &'static str, frame: &[u8]) -> Option<(i32, Vec<u8>)> {
-        self.run_with(program, frame, &[])
+        let forwarded = [(INGRESS_IFINDEX, 1)];
+        self.run_with(program, frame, if program == "pod_ingress" { &forwarded } else { &[] })
     }
 
     /// The same for a packet with some fields of its `__sk_buff` set, each by the number of its word.

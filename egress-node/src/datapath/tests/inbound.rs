@@ -2,12 +2,13 @@
 //! docs/failures.md.
 
 use super::{
-    frames::{TCP, UDP, ip, seal, tcp, udp},
+    datagrams::Part,
+    frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, seal, tcp, udp},
     reused::Reused,
     rig::*,
     scenes,
 };
-use egress_common::{config::flags, limits::MAX_INBOUND, net, verdict::Counter};
+use egress_common::{config::flags, endpoint::policy_flags, limits::MAX_INBOUND, net, verdict::Counter};
 use egress_core::encode::NodeView;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -195,5 +196,118 @@ fn history_of_a_pod_ends_at_its_tick_and_what_was_used_before_goes_on() {
         assert_eq!(rig.run("pod_egress", &says(50_000)).0, NEXT, "it was used in time");
         until(&mut rig, 0);
         rig.dropped("pod_egress", &says(50_002), Counter::DropUnknownFlow);
+    }
+}
+
+/// Data of a datagram in several fragments.
+const DATA: [u8; 144] = [7; 144];
+
+/// An echo request of one host to another, or the answer.
+fn echo(from: IpAddr, to: IpAddr, answers: bool, id: u16, data: &[u8]) -> Vec<u8> {
+    let (kinds, protocol) = if from.is_ipv4() { ([8, 0], ICMP) } else { ([128, 129], ICMPV6) };
+    seal(ip(from, to, protocol, &[], &icmp(kinds[usize::from(answers)], id, data)))
+}
+
+/// Runs the fragments of a pod's datagram that is left alone, as the pod sends them and as they leave.
+#[track_caller]
+fn passes_in_parts(rig: &mut Rig, whole: &[u8], id: u16) {
+    let parts = |id| Part::ORDERED.map(|part| part.of(whole, id));
+    for part in parts(id) {
+        assert_eq!(rig.run("pod_egress", &part), (NEXT, part.clone()), "{:?}", rig.writer.maps().counters());
+    }
+    // The host may have put the datagram together, and divided it again.
+    for part in parts(id).into_iter().chain(parts(id + 1)) {
+        let left = rig.run_with("exit_egress", &part, &[(INGRESS_IFINDEX, 1)]).unwrap();
+        assert_eq!(left, (NEXT, part.clone()), "{:?}", rig.writer.maps().counters());
+    }
+}
+
+/// Row fragments of docs/failures.md.
+#[test]
+fn fragments_of_a_pods_answers_are_left_alone_like_their_first_one() {
+    for firewall in [0, flags::RESPECT_FIREWALL] {
+        let mut view = scene();
+        view.config.as_mut().unwrap().flags |= firewall;
+        let Some(mut rig) = Reused::new(&format!("inbound-fragments-{firewall}"), &view) else { return };
+        for (pod, server) in POD.into_iter().zip(SERVER) {
+            let (pod, server) = (addr(pod), addr(server));
+            let question = seal(ip(server, pod, UDP, &[], &udp(40_000, 53, b"?")));
+            let answer = seal(ip(pod, server, UDP, &[], &udp(53, 40_000, &DATA)));
+            let ping = echo(server, pod, false, 9, b"ping");
+            let pong = echo(pod, server, true, 9, &DATA);
+            for (n, (asked, answered)) in [(question, answer), (ping, pong)].into_iter().enumerate() {
+                assert_eq!(rig.run("pod_ingress", &asked).0, NEXT);
+                passes_in_parts(&mut rig, &answered, 100 + 10 * n as u16);
+                // The last one overtakes the first one.
+                let [first, _, last] = Part::ORDERED.map(|part| part.of(&answered, 105 + 10 * n as u16));
+                if firewall == 0 {
+                    rig.dropped("pod_egress", &last, Counter::FragmentHeld);
+                    rig.dropped("pod_egress", &first, Counter::DatagramOrdered);
+                }
+                assert_eq!(rig.run("pod_egress", &first).0, NEXT);
+                assert_eq!(rig.run("pod_egress", &last).0, NEXT);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_leaves_with_the_nodes_address_does_so_in_fragments_and_after_its_first_segment() {
+    let mut view = scene();
+    for policy in view.policies.values_mut() {
+        policy.slots.clear();
+        policy.flags = policy_flags::ON_NO_GATEWAY_NODE_IP;
+    }
+    let Some(mut rig) = Reused::new("as-node", &view) else { return };
+    for (pod, server) in POD.into_iter().zip(SERVER) {
+        let (pod, server) = (addr(pod), addr(server));
+        passes_in_parts(&mut rig, &seal(ip(pod, server, UDP, &[], &udp(40_000, 53, &DATA))), 7);
+        passes_in_parts(&mut rig, &echo(pod, server, false, 9, &DATA), 17);
+        for flags in [SYN, ACK] {
+            let segment = seal(ip(pod, server, TCP, &[], &tcp(40_000, 443, flags, &[])));
+            assert_eq!(rig.run("pod_egress", &segment).0, NEXT, "{:?}", rig.writer.maps().counters());
+        }
+    }
+}
+
+#[test]
+fn a_pods_own_ping_and_one_from_outside_with_its_identifier_do_not_take_each_others_way() {
+    let Some(mut rig) = Reused::new("inbound-ping", &scene()) else { return };
+    for (pod, server) in POD.into_iter().zip(SERVER) {
+        let (pod, server) = (addr(pod), addr(server));
+        assert_eq!(rig.run("pod_ingress", &echo(server, pod, false, 7, b"ping")).0, NEXT);
+        assert_eq!(rig.run("pod_egress", &echo(pod, server, true, 7, b"ping")).0, NEXT);
+        for data in [&b"own"[..], &DATA] {
+            assert_eq!(rig.run("pod_egress", &echo(pod, server, false, 7, data)).0, REDIRECT, "the pod's own ping");
+        }
+        for part in Part::ORDERED {
+            let own = part.of(&echo(pod, server, false, 7, &DATA), 3);
+            assert_eq!(rig.run("pod_egress", &own).0, REDIRECT, "{part:?}");
+        }
+        assert_eq!(rig.run("pod_egress", &echo(pod, server, true, 7, b"ping")).0, NEXT, "an answer, not the ping's");
+        passes_in_parts(&mut rig, &echo(pod, server, true, 7, &DATA), 30);
+    }
+}
+
+/// Row inbound-poison of docs/failures.md.
+#[test]
+fn inbound_poison_a_socket_of_the_host_is_not_the_outside() {
+    let Some(mut rig) = Reused::new("inbound-host", &scene()) else { return };
+    let made_here = [(INGRESS_IFINDEX, 0)];
+    for (pod, server) in POD.into_iter().zip(SERVER) {
+        let (pod, server) = (addr(pod), addr(server));
+        let forged = seal(ip(server, pod, UDP, &[], &udp(53, 40_000, b"!")));
+        for frame in [forged, echo(server, pod, false, 7, b"ping")] {
+            let before = rig.count(Counter::Untouched);
+            assert_eq!(rig.run_with("pod_ingress", &frame, &made_here).unwrap().0, NEXT);
+            assert_eq!(rig.count(Counter::Untouched), before, "it makes no record");
+        }
+        let query = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"?")));
+        assert_eq!(rig.run("pod_egress", &query).0, REDIRECT);
+        // A proxy of the host may open connections with the address of its client.
+        let asks = seal(ip(server, pod, TCP, &[], &tcp(40_000, 8080, SYN, &[])));
+        assert_eq!(rig.run_with("pod_ingress", &asks, &made_here).unwrap().0, NEXT);
+        let says = seal(ip(pod, server, TCP, &[], &tcp(8080, 40_000, SYN | ACK, &[])));
+        assert_eq!(rig.run("pod_egress", &says).0, NEXT);
     }
 }
