@@ -139,7 +139,7 @@ pub fn delivered<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
 /// A verdict's bits, [`DELIVER`], or [`GATHER`] or [`ASK`] if that is to be done first.
 #[inline(always)]
 pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
-    let Ok(ip) = F::parse(pkt) else { return Verdict::Pass.to_bits() };
+    let Ok(ip) = F::parse(pkt) else { return unreadable::<F>(pkt).to_bits() };
     if neighbor::is_solicitation::<F>(pkt, &ip) {
         return neighbor::solicitation(pkt).to_bits();
     }
@@ -167,6 +167,19 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
 /// Takes a packet for an egress IP out of its VLAN. A packet in another VLAN is left to the stack, which may have a
 /// device for it. An untagged one is dropped.
 #[inline(always)]
+/// A packet whose headers cannot be read up to that of the transport. The stack must not forward one for a floating egress IP: with a
+/// route to this node it would come back.
+#[inline(always)]
+fn unreadable<F: Family>(pkt: &Packet) -> Verdict {
+    let dst = F::load(pkt, ETH_LEN + F::SRC + size_of::<F>() as u32);
+    match dst.and_then(egress::find) {
+        Some((_, e)) if e.flags & flags::NODE_ADDRESS == 0 => {
+            vlan(pkt, e).unwrap_or(Verdict::Drop(Counter::DropMalformed))
+        }
+        _ => Verdict::Pass,
+    }
+}
+
 pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     match pkt.vlan() {
         vlan if vlan != e.vlan && vlan != 0 => Some(Verdict::Pass),

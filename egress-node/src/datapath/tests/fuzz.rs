@@ -208,10 +208,6 @@ fn class(program: &str, f: &[u8]) -> Class {
         "tunnel_ingress" => Class::Dropped,
         _ => {
             let ours = [addr(EGRESS4), addr(EGRESS6)].contains(&dst);
-            let plain = match dst {
-                IpAddr::V4(_) => f[14] >> 4 == 4 && f[14] & 15 >= 5,
-                IpAddr::V6(_) => f[14] >> 4 == 6 && matches!(f[20], TCP | UDP | ICMPV6),
-            };
             match read(f) {
                 // Neighbour solicitations are about the address in them.
                 Some(r) if r.proto == ICMPV6 && r.hops == 255 => {
@@ -222,9 +218,8 @@ fn class(program: &str, f: &[u8]) -> Class {
                     }
                 }
                 _ if !ours => Class::Untouched,
-                // Nothing for a floating address reaches the stack, except what no stack can parse.
-                Some(_) if plain => Class::Steered,
-                _ => Class::Open,
+                // Nothing for a floating address reaches the stack.
+                _ => Class::Steered,
             }
         }
     }

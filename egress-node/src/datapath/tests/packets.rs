@@ -370,3 +370,20 @@ fn without_tunnel_metadata_nothing_comes_out_of_the_tunnel() {
         rig.dropped("tunnel_ingress", &frame, Counter::DropStranger);
     }
 }
+
+#[test]
+fn what_cannot_be_read_does_not_reach_the_stack_if_it_is_for_a_floating_egress_ip() {
+    let mut view = scene();
+    let Some(mut rig) = Reused::new("uplink-unreadable", &view) else { return };
+    let many = [[60, 0, 1, 4, 0, 0, 0, 0].repeat(6), vec![UDP, 0, 1, 4, 0, 0, 0, 0]].concat();
+    let long = [&[UDP, 127, 1, 4][..], &[0; 1020]].concat();
+    let to = |to: &str, headers: &[u8]| ip(addr(SERVER6), addr(to), 60, headers, &udp(53, 4000, b"hello"));
+    for headers in [&many, &long] {
+        rig.dropped("uplink_ingress", &to(EGRESS6, headers), Counter::DropMalformed);
+        let bystanders = to("2001:db8::99", headers);
+        assert_eq!(rig.run("uplink_ingress", &bystanders), (NEXT, bystanders.clone()));
+    }
+    view.egress_ips.get_mut(&addr(EGRESS6)).unwrap().node_address = true;
+    rig.write(&view);
+    assert_eq!(rig.run("uplink_ingress", &to(EGRESS6, &many)).0, NEXT, "the node's own");
+}
