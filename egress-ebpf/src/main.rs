@@ -27,7 +27,7 @@ use crate::{
     gateway::{forward, native, neighbor, shaped, tunnelled, underlay},
     headers::{
         note,
-        packet::{ARP, IPV4, IPV6, Packet},
+        packet::{ARP, IPV4, IPV6, Packet, SERVICE_VLAN, VLAN},
     },
     source::{gate, guard, steer},
     tables::{
@@ -151,9 +151,11 @@ pub fn exit_egress(ctx: TcContext) -> i32 {
         return NEXT;
     }
     trace::begin(&pkt, hook::EXIT);
-    let verdict = match pkt.protocol() {
+    // What the kernel takes for the protocol is the word of whoever has made the frame.
+    let verdict = match pkt.ethertype(0) {
         IPV4 => guard::leaving::<V4>(&pkt),
         IPV6 => guard::leaving::<V6>(&pkt),
+        VLAN | SERVICE_VLAN => guard::tagged(&pkt),
         _ => return NEXT,
     };
     settle(&pkt, verdict)

@@ -34,6 +34,8 @@ pub const IPV6: u16 = EtherType::Ipv6 as u16;
 pub const ARP: u16 = EtherType::Arp as u16;
 /// EtherType of a VLAN tag, network byte order.
 pub const VLAN: u16 = EtherType::Ieee8021q as u16;
+/// EtherType of a provider's tag, in front of another one (IEEE 802.1ad).
+pub const SERVICE_VLAN: u16 = EtherType::Ieee8021ad as u16;
 
 /// `__sk_buff::pkt_type` of a frame for another host's MAC address (`PACKET_OTHERHOST`, linux/if_packet.h).
 const OTHER_HOST: u32 = 3;
@@ -233,10 +235,16 @@ impl Packet {
         Some(unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, start as *mut u32, N, 0) } as u32)
     }
 
-    /// EtherType, network byte order.
+    /// EtherType, network byte order, as the kernel knows it.
     #[inline(always)]
     pub fn protocol(&self) -> u16 {
         field!(self.context.0, protocol) as u16
+    }
+
+    /// EtherType in the frame, network byte order, behind `tags` bytes of VLAN tags; 0 for none.
+    #[inline(always)]
+    pub fn ethertype(&self, tags: u32) -> u16 {
+        self.read_header::<u16>(ETH_LEN - 2 + tags).unwrap_or(0)
     }
 
     /// Overwrites the `T` at `offset`, wherever it lies, and leaves `skb->csum` alone.

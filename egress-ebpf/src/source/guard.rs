@@ -7,8 +7,9 @@ use crate::{
     flows::{key, recheck, table},
     headers::{
         fields::{Ip, Kind, L4Header, Part, proto},
+        frame::TAG_LEN,
         note,
-        packet::{ETH_LEN, Packet},
+        packet::{ETH_LEN, IPV4, IPV6, Packet, SERVICE_VLAN, VLAN},
     },
     source::{icmp, masquerade, service, translated},
     tables::{
@@ -22,6 +23,7 @@ use crate::{
     transports::probe,
 };
 use egress_common::{
+    V4, V6,
     config::DatapathConfig,
     egress::flags,
     flow::kind,
@@ -43,8 +45,8 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else {
         // Its headers cannot be read.
-        let verdict = if once::selected::<F>(pkt) == 0 { Verdict::Pass } else { Verdict::Drop(Counter::DropMalformed) };
-        return verdict.to_bits();
+        let ours = once::selected::<F>(pkt) != 0 || once::has_egress_ip::<F>(pkt) != 0;
+        return if ours { Verdict::Drop(Counter::DropMalformed) } else { Verdict::Pass }.to_bits();
     };
     let forwarded = pkt.ingress_ifindex() != 0;
     if forwarded && let Some(class) = pkt.noted_class() {
@@ -68,7 +70,7 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     }
     if pkt.ifindex() == config.tunnel_ifindex {
         // The agent's probes are sent from here; the device drops packets without a tunnel key.
-        return probe::send::<F>(pkt);
+        return probe::send::<F>(pkt, &ip);
     }
     if is_tunnelled::<F>(pkt, config, &ip) {
         return Verdict::Drop(Counter::DropTunnelPort).to_bits();
@@ -80,10 +82,49 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
+/// A frame that leaves with one VLAN tag, or two, among its bytes. Only packet sockets, and devices that tag so, make such frames: no
+/// flow's packet is among them. A verdict's bits.
+#[inline(always)]
+pub fn tagged(pkt: &Packet) -> u64 {
+    const TAG: u32 = TAG_LEN as u32;
+    let (tags, protocol) = match pkt.ethertype(TAG) {
+        VLAN | SERVICE_VLAN => (2 * TAG, pkt.ethertype(2 * TAG)),
+        protocol => (TAG, protocol),
+    };
+    match protocol {
+        IPV4 => once::behind_tags::<V4>(pkt, ETH_LEN + tags),
+        IPV6 => once::behind_tags::<V6>(pkt, ETH_LEN + tags),
+        _ => Verdict::Pass.to_bits(),
+    }
+}
+
+/// The IP packet at `l3` of such a frame. A verdict's bits.
+#[inline(always)]
+pub fn behind_tags<F: Family>(pkt: &Packet, l3: u32) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
+    let Some(ip) = F::embedded(pkt, l3) else { return Verdict::Pass.to_bits() };
+    let verdict = if is_tunnelled::<F>(pkt, config, &ip) {
+        Verdict::Drop(Counter::DropTunnelPort)
+    } else if let Some((index, _)) = egress::find(ip.src)
+        && is_forged(pkt, &ip, index, pkt.ingress_ifindex() != 0)
+    {
+        Verdict::Drop(Counter::DropForged)
+    } else {
+        Verdict::Pass
+    };
+    verdict.to_bits()
+}
+
 /// Whether policies select the pod with the packet's source address: 1 or 0.
 #[inline(always)]
 pub fn selected<F: Family>(pkt: &Packet) -> u64 {
     F::load(pkt, ETH_LEN + F::SRC).is_some_and(classify::is_selected::<F>) as u64
+}
+
+/// Whether the packet's source address is an egress IP: 1 or 0.
+#[inline(always)]
+pub fn has_egress_ip<F: Family>(pkt: &Packet) -> u64 {
+    F::load(pkt, ETH_LEN + F::SRC).is_some_and(|src| egress::find(src).is_some()) as u64
 }
 
 /// A packet with an egress IP, given by its index, as its source, that none of our programs has sent. A verdict's bits.
@@ -163,7 +204,7 @@ pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
     if ip.part == Part::First && has_ports && matches!(verdict, Verdict::Pass) {
         datagram::keep(&ip, &t);
     }
-    unguarded::<F>(pkt, config, &ip, &t).to_bits()
+    verdict.to_bits()
 }
 
 /// A packet of no flow. `pod_egress` leaves some that match a policy alone: the same here.
@@ -186,6 +227,8 @@ fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L
 
 once! {
     selected(selected_v4, selected_v6) = selected();
+    has_egress_ip(has_egress_ip_v4, has_egress_ip_v6) = has_egress_ip();
     as_egress_ip(as_egress_ip_v4, as_egress_ip_v6) = as_egress_ip(index: u32);
     caught(caught_v4, caught_v6) = caught(checked: u32);
+    behind_tags(behind_tags_v4, behind_tags_v6) = behind_tags(l3: u32);
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     headers::{
-        fields::{at, proto},
+        fields::{Ip, Part, at, proto},
         packet::{ETH_LEN, IPV4, IPV6, Mac, Packet},
     },
     tables::{
@@ -31,10 +31,14 @@ const MARK: Mac = device::words(SRC_MAC);
 /// A packet at the tunnel device's egress: a probe of the agent is sent on; any other packet passes. A verdict's bits, put
 /// together at each end: the verifiers of old kernels also follow paths on which an enum's payload was never set.
 #[inline(always)]
-pub fn send<F: Family>(pkt: &Packet) -> u64 {
+pub fn send<F: Family>(pkt: &Packet, ip: &Ip<F>) -> u64 {
     let Some(mac) = pkt.read::<Mac>(6) else { return Verdict::Pass.to_bits() };
     if (mac[0] ^ MARK[0]) | (mac[1] ^ MARK[1]) | (mac[2] ^ MARK[2]) != 0 {
         return Verdict::Pass.to_bits();
+    }
+    // The mark is no secret, and a packet that is no probe would leave by the transport that it names.
+    if ip.part != Part::Whole || ip.l4 != ETH_LEN + F::HEADER || !is::<F>(pkt) {
+        return Verdict::Drop(Counter::DropForged).to_bits();
     }
     // Read to the stack at once: of several reads in the packet, LLVM keeps what failed ones left unset.
     let Some(probe) = pkt.load::<Probe>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
