@@ -92,7 +92,7 @@ counters! {
     DropBandwidth = "drop_bandwidth": "packets that exceed the bandwidth of their egress IP",
     DropNoNextHop = "drop_no_next_hop": "packets of an egress IP whose subnet's gateway has not answered yet",
     DropVlan = "drop_vlan": "untagged packets for an egress IP that is in a VLAN",
-    DropTooLarge = "drop_too_large": "packets too large for the tunnel over an IPv6 underlay, which fragments nothing",
+    DropTooLarge = "drop_too_large": "packets too large for the interface of their egress IP, or for the tunnel over an IPv6 underlay: nothing fragments them",
     DropRedirect = "drop_redirect": "packets that the kernel refused to send",
 }
 

@@ -3,6 +3,8 @@
 use crate::{
     headers::{
         context::{Context, Frame},
+        fields::at,
+        ip::Header,
         note,
         packet::{ETH_LEN, IPV6, Packet, moment, pair},
     },
@@ -97,6 +99,9 @@ fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
         Ok(macs) => macs,
         Err(counter) => return Verdict::Drop(counter),
     };
+    if is_too_large(pkt, pkt.mtu_of(e.ifindex)) {
+        return Verdict::Drop(Counter::DropTooLarge);
+    }
     if pkt.write_words(0, &macs).is_none() || e.vlan != 0 && pkt.push_vlan(e.vlan).is_none() {
         return Verdict::Drop(Counter::DropRedirect);
     }
@@ -126,12 +131,30 @@ fn by_route<F: Family>(pkt: &Packet, way: RouteQuery) -> Verdict {
         return Verdict::Drop(Counter::DropMalformed);
     };
     let Some((hop, _)) = kept(pkt, way, &src, &dst, way.is_routed()) else { return pkt.redirect_routed(way.home) };
+    let mtu = match hop.ifindex {
+        ONCE | NONE => pkt.mtu_of(way.home),
+        _ => hop.mtu,
+    };
+    if is_too_large(pkt, mtu) {
+        return Verdict::Drop(Counter::DropTooLarge);
+    }
     match hop.ifindex {
         // The kernel looks the route up.
         ONCE | NONE => pkt.redirect_routed(way.home),
         // SAFETY: `find` has written it.
         ifindex => unsafe { pkt.redirect_neigh(ifindex, (&raw const hop.neigh).cast()) },
     }
+}
+
+/// Whether the packet, or each part of a merged one, is certainly larger than `mtu` (0: not known). A redirected packet is not fragmented,
+/// and the kernel drops it uncounted.
+#[inline(always)]
+fn is_too_large(pkt: &Packet, mtu: u32) -> bool {
+    let length = match pkt.gso_size() {
+        0 => pkt.len() - ETH_LEN,
+        size => size + V4::HEADER + at::UDP_LEN,
+    };
+    mtu != 0 && length > mtu
 }
 
 /// What is known about the next hop of a pair at this moment, and whether it was looked up just now. `first`: look it up for the first packet

@@ -3,13 +3,26 @@
 //! `BPF_PROG_TEST_RUN` accepts no notes: packets of our own programs are left to the end-to-end tests.
 
 use super::{
-    frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
+    frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tagged, tcp, udp},
     reused::Reused,
     rig::*,
 };
-use egress_common::{abi::TUNNEL_PORT, config::flags, verdict::Counter};
+use crate::{
+    datapath::{
+        attach::{Attacher, mode},
+        load::Programs,
+    },
+    host::testing::{Net, NetNs, in_netns, soon},
+};
+use egress_common::{
+    abi::TUNNEL_PORT,
+    config::flags,
+    probe::{MAGIC, PORT, REQUEST, SRC_MAC, VERSION},
+    transport::DIRECT,
+    verdict::Counter,
+};
 use egress_core::encode::NodeView;
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr, os::fd::AsRawFd as _};
 
 const SYN: u8 = 2;
 const ACK: u8 = 16;
@@ -140,6 +153,21 @@ fn only_our_programs_may_send_with_an_egress_ip() {
         }
         rig.write(&view);
     }
+    // VLAN tags hide nothing.
+    for (_, egress, server) in families() {
+        let forged = seal(ip(egress, server, UDP, &[], &udp(5000, 53, b"forged")));
+        let tunnelled = seal(ip(server, server, UDP, &[], &udp(5000, TUNNEL_PORT, b"forged")));
+        let harmless = seal(ip(server, server, UDP, &[], &udp(5000, 53, b"harmless")));
+        for tags in [&[100][..], &[100, 200]] {
+            let tag = |frame: &[u8]| tags.iter().fold(frame.to_vec(), |frame, vlan| tagged(frame, *vlan));
+            rig.kept(&tag(&forged), 0, Counter::DropForged);
+            rig.kept(&tag(&tunnelled), 0, Counter::DropTunnelPort);
+            assert_eq!(rig.leave(&tag(&harmless), 0), (NEXT, tag(&harmless)));
+        }
+    }
+    // Nor do headers without an end.
+    let many = [[60, 0, 1, 4, 0, 0, 0, 0].repeat(6), vec![UDP, 0, 1, 4, 0, 0, 0, 0]].concat();
+    rig.kept(&ip(addr(EGRESS6), addr(SERVER6), 60, &many, &udp(1, 2, b"")), 0, Counter::DropMalformed);
     // The agent's announcements of an egress IP are never routed.
     let mut announcement = ip(addr(EGRESS6), addr("ff02::1"), ICMPV6, &[], &icmp(136, 0, &[0; 20]));
     rig.kept(&announcement, 0, Counter::DropForged);
@@ -161,4 +189,95 @@ fn only_our_programs_may_send_to_the_tunnels_port() {
         // Other nodes' traffic, where this one is a router between them.
         assert_eq!(rig.leave(&datagram(TUNNEL_PORT), 3).0, NEXT);
     }
+}
+
+#[test]
+fn only_a_probe_leaves_as_the_agents_probe() {
+    let [ours, theirs] = UNDERLAYS[0];
+    let mut view = scene_between([ours, theirs], 9, [2, 0, 0, 0, 0, 1], DIRECT);
+    view.config.as_mut().unwrap().tunnel_ifindex = POD_IFINDEX;
+    let Some(mut rig) = Reused::new("exit-probe", &view) else { return };
+    let IpAddr::V4(remote) = addr(theirs) else { unreachable!("an IPv4 address") };
+    let payload =
+        [&MAGIC[..], &[VERSION, REQUEST, DIRECT as u8, 0], &[0; 16], &remote.to_ipv6_mapped().octets(), &[0; 8]];
+    let payload = payload.concat();
+    for (_, egress, server) in families() {
+        let marked = |extra: &[u8], body: &[u8]| {
+            let mut frame = seal(ip(egress, server, UDP, extra, body));
+            frame[6..12].copy_from_slice(&SRC_MAC);
+            frame
+        };
+        assert_eq!(rig.leave(&marked(&[], &udp(PORT, PORT, &payload)), 0).0, REDIRECT);
+        rig.kept(&marked(&[], &udp(5000, 53, &payload)), 0, Counter::DropForged);
+        rig.kept(&marked(&[], &udp(PORT, PORT, &[&[0; 4], &payload[4..]].concat())), 0, Counter::DropForged);
+        if egress.is_ipv4() {
+            // A probe among the options, and something else behind them.
+            let ports = [PORT.to_be_bytes(), PORT.to_be_bytes()].concat();
+            let options = [&ports[..], &[0; 4], &payload[..8]].concat();
+            rig.kept(&marked(&options, &udp(5000, 53, &payload)), 0, Counter::DropForged);
+        }
+    }
+}
+
+/// Sends a frame through a packet socket that says it is of another protocol. A frame that a program drops is reported as lost.
+fn send_as(protocol: u16, ifindex: u32, frame: &[u8]) {
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+    let wire = socket(AddressFamily::Packet, SockType::Raw, SockFlag::empty(), None).unwrap();
+    // SAFETY: all zeros are a valid address.
+    let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    (to.sll_family, to.sll_protocol) = (libc::AF_PACKET as u16, protocol.to_be());
+    to.sll_ifindex = ifindex as i32;
+    let len = size_of::<libc::sockaddr_ll>() as u32;
+    // SAFETY: frame and address are valid for their lengths.
+    unsafe { libc::sendto(wire.as_raw_fd(), frame.as_ptr().cast(), frame.len(), 0, (&raw const to).cast(), len) };
+}
+
+#[test]
+fn a_packet_socket_that_lies_about_the_protocol_does_not_send_with_an_egress_ip() {
+    let Some(mut rig) = Rig::new("exit-protocol", &NodeView::default()) else { return };
+    in_netns("exit-protocol", || async move {
+        let (net, other) = (Net::here(), NetNs::create());
+        net.veth_into("eth0", &other, "there").await;
+        let uplink = net.index("eth0").await;
+        rig.write(&view());
+        let pins = rig.pins().clone();
+        let programs = Programs::load_lazily(&pins, SIZES).unwrap();
+        let mut attacher = Attacher::new(programs, pins, mode());
+        let live = BTreeMap::from([(uplink, "eth0".to_owned())]);
+        let errors = attacher.sync(&[(("exit_egress", uplink), "eth0".to_owned())].into(), &live, true);
+        assert!(errors.is_empty(), "{errors:?}");
+        for (n, (_, egress, server)) in families().into_iter().enumerate() {
+            send_as(0x1234, uplink, &seal(ip(egress, server, UDP, &[], &udp(5000, 53, b"forged"))));
+            soon("a drop", async {
+                while rig.count(Counter::DropForged) <= n as u64 {
+                    tokio::task::yield_now().await;
+                }
+            })
+            .await;
+        }
+    });
+}
+
+/// Row mtu of docs/failures.md: between an underlay of large packets and an uplink of small ones.
+#[test]
+fn what_is_too_large_for_the_uplink_is_dropped_and_counted() {
+    const UPLINK_MTU: usize = 1_500;
+    let Some(mut rig) = Rig::new("exit-large", &NodeView::default()) else { return };
+    in_netns("exit-large", || async move {
+        let (net, other) = (Net::here(), NetNs::create());
+        net.veth_into("eth0", &other, "there").await;
+        let uplink = net.index("eth0").await;
+        let mut view = scene();
+        carry(&mut view, uplink);
+        view.uplinks.insert(uplink, [2, 0, 0, 0, 0, 9]);
+        rig.write(&view);
+        for (pod, _, server) in families() {
+            let header = if pod.is_ipv4() { 28 } else { 48 };
+            let datagram = |len: usize| seal(ip(pod, server, UDP, &[], &udp(4000, 53, &vec![7; len - header])));
+            for _ in 0..3 {
+                assert_eq!(rig.run("pod_egress", &datagram(UPLINK_MTU)).0, REDIRECT);
+                rig.dropped("pod_egress", &datagram(UPLINK_MTU + 1), Counter::DropTooLarge);
+            }
+        }
+    });
 }
