@@ -33,7 +33,7 @@ impl Outer for V4 {
         let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V4::HEADER)?;
         let whole = u32::from_be(h[1]) & 0x3fff == 0;
         let plain = first >> 24 == 0x45;
-        // With options or in a later fragment, these are not the ports: the stack decides.
+        // With options or in a later fragment, these are not the ports.
         if plain && whole && u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
             return None;
         }

@@ -4,11 +4,11 @@
 use crate::{
     headers::{
         context::Context,
-        fields::{at, proto},
+        fields::{Kind, at, proto},
         ip::Header,
         packet::{ETH_LEN, IPV4, IPV6, Packet, pair},
     },
-    tables::{family::Family, stats},
+    tables::{datagram, family::Family, stats},
     transports::{device::INNER_MACS, send},
 };
 use aya_ebpf::bindings::{
@@ -193,6 +193,7 @@ pub enum Stripped {
 pub fn strip<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Stripped {
     let (vni, source, inner) = match wrapped::<F, _>(pkt, config) {
         Wrapped::Not => return Stripped::Not,
+        Wrapped::Unusual(_) if is_elsewhere::<F>(pkt, config) => return Stripped::Not,
         Wrapped::Unusual(why) => return left(why),
         Wrapped::Usual(..) if pkt.vlan() != 0 => return left(Counter::DeviceOuter),
         Wrapped::Usual(vni, source, inner) => (vni, source, inner),
@@ -217,6 +218,19 @@ pub fn strip<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Stripped {
         return left(Counter::DeviceRefused);
     }
     Stripped::Done(vni, source)
+}
+
+/// Whether a datagram with IPv4 options, or a fragment, is for another port than the tunnel's: a reply, where the tunnel's address is an
+/// egress IP. A later fragment whose first one was not seen may be the tunnel's.
+#[inline(always)]
+fn is_elsewhere<F: Family>(pkt: &Packet, config: &DatapathConfig) -> bool {
+    // Over IPv6 the port is at its usual place, or the packet is not taken for a tunnelled one.
+    if F::VERSION != 4 {
+        return false;
+    }
+    let Ok(ip) = F::parse(pkt) else { return false };
+    let t = datagram::transport::<F>(pkt, &ip);
+    t.kind == Kind::Udp && u16::from_be(t.dst_port) as u32 != config.tunnel_port
 }
 
 /// Whether the packet in the tunnel is a fragment. Larger ones of its datagram come in fragments of the outer packet, which the stack

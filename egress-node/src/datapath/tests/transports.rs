@@ -2,6 +2,7 @@
 //! tunnel device.
 
 use super::{
+    datagrams::Part,
     frames::{
         HOST_MAC, ICMP, TCP, UDP, assert_right, icmp, ip, ports, read, seal, tcp, udp, with_header_checksum, wrapped,
     },
@@ -343,4 +344,39 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
     let mut error = seal(ip(egress, server, ICMP, &[], &icmp(3, 0, quoted)));
     error[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());
     rig.dropped("underlay_ingress", &error, Counter::DropNotLeased);
+    let about = |quoted: Vec<u8>| {
+        let mut error = seal(ip(egress, server, ICMP, &[], &icmp(3, 0, &quoted[14..])));
+        error[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());
+        error
+    };
+    let elsewhere = about(ip(server, addr("192.0.2.99"), TCP, &[], &tcp(443, port, 16, &[])));
+    rig.dropped("underlay_ingress", &elsewhere, Counter::DropMalformed);
+    for quoted in [(TCP, tcp(443, port, 16, &[])), (ICMP, icmp(0, port, b"pong"))] {
+        let error = about(ip(server, egress, quoted.0, &[], &quoted.1));
+        assert_eq!(rig.run("underlay_ingress", &error).0, REDIRECT, "{:?}", rig.writer.maps().counters());
+    }
+}
+
+/// Where the tunnel's address is an egress IP, more than tunnelled packets arrive there by UDP.
+#[test]
+fn fragments_and_options_of_replies_to_the_tunnels_own_address_are_not_taken_for_the_tunnels() {
+    let [ours, theirs] = UNDERLAYS[0];
+    let mut view = gateway([ours, theirs]);
+    let own = EgressView { node_address: true, here: true, ..view.egress_ips[&addr(EGRESS4)].clone() };
+    view.egress_ips.insert(addr(ours), own);
+    let Some(mut rig) = Reused::new("transport-own", &view) else { return };
+    let body = |port| udp(53, port, &[7; 144]);
+    let (port, from, to) = (port_block::first_port(OTHER_BLOCK), addr(SERVER4), addr(ours));
+    let whole = seal(ip(from, to, UDP, &[], &body(port)));
+    let parts = Part::ORDERED.map(|part| part.of(&whole, 7));
+    for frame in parts.into_iter().chain([seal(ip(from, to, UDP, &[1, 1, 1, 0], &body(port)))]) {
+        assert_eq!(rig.run("underlay_ingress", &frame).0, REDIRECT, "{:?}", rig.writer.maps().counters());
+    }
+    assert_eq!(rig.count(Counter::DeviceOuter), 0);
+    // The tunnel's, as before.
+    let tunnelled = seal(ip(addr(theirs), to, UDP, &[], &body(TUNNEL_PORT)));
+    for frame in Part::ORDERED.map(|part| part.of(&tunnelled, 8)) {
+        assert_eq!(rig.run("underlay_ingress", &frame), (NEXT, frame.clone()));
+    }
+    assert_eq!(rig.count(Counter::DeviceOuter), 3);
 }
