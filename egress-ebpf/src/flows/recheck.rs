@@ -94,45 +94,39 @@ fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, 
     let generation = generation(config);
     // A connection that opens again under the same tables keeps its policy.
     let policy = if flow.kind == kind::TRANSLATED && flow.config_generation == generation {
-        flow.policy as u32
+        Some(flow.policy as u32)
     } else {
         match classify::classify(config, key.src, key.dst) {
             Class::Held => return Check::Drop(Counter::DropHeld),
-            // The other end knows the connection by an egress IP: what is left of it must not show it another address.
-            Class::Outside(_) if key.proto == proto::TCP && !opening => {
-                flow.kind = kind::SEVERED;
-                flow.config_generation = config.generation;
-                return Check::Keep;
-            }
-            Class::Outside(_) => return Check::Anew,
+            Class::Outside(_) => None,
             // The address is another pod's now.
             Class::Policy(_, endpoint) if endpoint.id != flow.endpoint => return Check::Anew,
-            Class::Policy(policy, _) => policy,
+            Class::Policy(policy, _) => Some(policy),
         }
     };
-    match classify::member(policy, flow.egress) {
-        Some(m) if m.generation == flow.egress_generation => {
-            if flow.config_generation != generation {
-                flow.state |= tcp::seen::CHANGED;
-            }
-            if opening && !reopen::<F>(config, key, flow, m.usable != 0) {
-                return Check::Anew;
-            }
-            if flow.policy as u32 != policy {
-                flow.policy = policy as u16;
-                flow.account = OTHER;
-            }
-            flow.kind = kind::TRANSLATED;
-            flow.config_generation = generation;
-            Check::Keep
+    if let Some(policy) = policy
+        && let Some(m) = classify::member(policy, flow.egress)
+        && m.generation == flow.egress_generation
+    {
+        if flow.config_generation != generation {
+            flow.state |= tcp::seen::CHANGED;
         }
-        _ if key.proto == proto::TCP && !opening => {
-            flow.kind = kind::SEVERED;
-            flow.config_generation = generation;
-            Check::Keep
+        if opening && !reopen::<F>(config, key, flow, m.usable != 0) {
+            return Check::Anew;
         }
-        _ => Check::Anew,
+        if flow.policy as u32 != policy {
+            flow.policy = policy as u16;
+            flow.account = OTHER;
+        }
+        flow.kind = kind::TRANSLATED;
+    } else if key.proto == proto::TCP && !opening {
+        // The other end knows the connection by an egress IP: what is left of it must not show it another address.
+        flow.kind = kind::SEVERED;
+    } else {
+        return Check::Anew;
     }
+    flow.config_generation = generation;
+    Check::Keep
 }
 
 /// A SYN with the ports of a flow in the table: the flow starts with a clean state and keeps its slot, unless it may choose another one
