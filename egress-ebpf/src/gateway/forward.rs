@@ -76,9 +76,12 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
 pub fn own_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header) -> Result<u16, Counter> {
     match t.kind {
         Kind::Tcp | Kind::Udp | Kind::Query => Ok(t.src_port),
+        // About a packet that was sent to the egress IP. An echo reply has its identifier in place of a source port.
         Kind::Error => match parse::embedded::<F, _>(pkt, ip.l4) {
-            Some(inner) => Ok(inner.dst_port),
-            None => Err(Counter::DropMalformed),
+            Some(inner) if inner.dst == ip.src => {
+                Ok(if inner.proto == F::ICMP { inner.src_port } else { inner.dst_port })
+            }
+            _ => Err(Counter::DropMalformed),
         },
         Kind::Orphan => Err(Counter::DropFragment),
         Kind::Answer | Kind::Other => Err(Counter::DropProtocol),
@@ -164,9 +167,6 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false)
 }
 
-/// Takes a packet for an egress IP out of its VLAN. A packet in another VLAN is left to the stack, which may have a
-/// device for it. An untagged one is dropped.
-#[inline(always)]
 /// A packet whose headers cannot be read up to that of the transport. The stack must not forward one for a floating egress IP: with a
 /// route to this node it would come back.
 #[inline(always)]
@@ -180,6 +180,9 @@ fn unreadable<F: Family>(pkt: &Packet) -> Verdict {
     }
 }
 
+/// Takes a packet for an egress IP out of its VLAN. A packet in another VLAN is left to the stack, which may have a
+/// device for it. An untagged one is dropped.
+#[inline(always)]
 pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     match pkt.vlan() {
         vlan if vlan != e.vlan && vlan != 0 => Some(Verdict::Pass),

@@ -101,6 +101,10 @@ fn quoting<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> Verd
     if taken.pending != 0 || flow.config_generation != config.generation {
         return Verdict::Drop(Counter::DropNotConfirmed);
     }
+    // It is routed here; one that expires does not leave the node.
+    if ip.hop_limit <= 1 {
+        return Verdict::Pass;
+    }
     let (egress, port) = (taken.egress, taken.port);
     let Some(reverse) = table::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
     // It goes only to the sender of the packet that it quotes (RFC 1122, section 3.2.2).

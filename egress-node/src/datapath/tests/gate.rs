@@ -201,6 +201,9 @@ fn an_error_about_the_flow_of_another_interface_is_dropped() {
         let quote = seal(ip(server, pod, UDP, &[], &udp(53, 40_000, b"answer"))).split_off(14);
         let error = seal(ip(pod, server, protocol, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &quote].concat()));
         assert_eq!(rig.run("pod_egress", &error).0, REDIRECT);
+        let mut last = error.clone();
+        last[if pod.is_ipv4() { 22 } else { 21 }] = 1;
+        assert_eq!(rig.run("pod_egress", &last), (NEXT, last.clone()), "it is routed nowhere");
         each_flow!(maps, pod, |flow| flow.ifindex += 1);
         rig.dropped("pod_egress", &error, Counter::DropSpoofed);
     }
