@@ -83,6 +83,10 @@ pub fn outward<F: Family>(pkt: &Packet) -> u64 {
 
 #[inline(always)]
 fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
+    // No node tags what it sends: the frame is of another network.
+    if pkt.vlan() != 0 {
+        return None;
+    }
     let src = F::load(pkt, ETH_LEN + F::SRC)?;
     let (egress, e) = egress::find(src)?;
     let from = sender::<F>(pkt, egress)?;
