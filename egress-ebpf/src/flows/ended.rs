@@ -58,8 +58,8 @@ pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &L4Header) {
     }
 }
 
-/// Handles a packet of the remote side that is the first answer to a question, or claims to be its last one; `seen`: the reverse
-/// half's state. Returns `false` for a reset that only the pod can judge.
+/// Handles a packet of the remote side that is the first answer to a question, accepts a connection, or claims to be its last one; `seen`:
+/// the reverse half's state. Returns `false` for a reset that only the pod can judge.
 #[inline(always)]
 pub fn by_remote<F: Family>(
     pkt: &Packet,
@@ -81,6 +81,11 @@ pub fn by_remote<F: Family>(
             flow.back = back;
         }
         flow.end = end;
+    }
+    // The host accepts the connection: what claimed before that it refused was forged, or answered an earlier SYN. Once the pod has
+    // acknowledged, no host answers its SYN.
+    if t.flags & tcp::flag::SYN != 0 && flow.state & tcp::seen::ACK == 0 {
+        flow.back = 0;
     }
     if has_ended::<F>(key, flow) {
         queue::<F>(key, flow);

@@ -100,9 +100,10 @@ fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4H
         r.last_seen = now;
     }
     if t.kind == Kind::Tcp {
-        if t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
+        if t.flags & (tcp::flag::SYN | tcp::flag::FIN | tcp::flag::RST) != 0 {
             tends = true;
-        } else {
+        }
+        if t.flags & (tcp::flag::FIN | tcp::flag::RST) == 0 {
             let state = tcp::advance(r.state, t.flags);
             if state != r.state {
                 r.state = state;

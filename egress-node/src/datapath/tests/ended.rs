@@ -318,6 +318,28 @@ fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_w
     }
 }
 
+/// Before the server has answered, nothing tells a forged refusal from a real one.
+#[test]
+fn forged_close_a_refusal_is_void_once_the_server_accepts() {
+    for (n, pod) in POD.into_iter().enumerate() {
+        let pod = addr(pod);
+        let mut view = limited();
+        view.config.as_mut().unwrap().pod_flows = 1;
+        let Some(mut rig) = Reused::new(&format!("forged-refusal-{n}"), &view) else { return };
+        let opens = segment((pod, server(1, pod)), (40_000, 443), SYN, 1_000, 0);
+        let (verdict, out) = rig.run("pod_egress", &opens);
+        assert_eq!(verdict, REDIRECT);
+        let seen = (read(&out).unwrap().src, ports(&out).0);
+        let mut new = Connection { pod, server: server(1, pod), port: 40_000, seen, next: (1_001, 5_000) };
+        assert_eq!(new.hears(&mut rig, RST, 1 << 30), REDIRECT);
+        new.says(&mut rig, SYN | ACK);
+        new.next.1 += 1;
+        new.sends(&mut rig, ACK);
+        assert!(Connection::try_open(&mut rig, pod, server(2, pod), 40_001).is_none(), "it has not ended");
+        new.sends(&mut rig, ACK);
+    }
+}
+
 /// The first fragment of a reset from the server's address: all of its header, and none of the data behind it.
 fn first_fragment(of: &Connection, seq: u32) -> Vec<u8> {
     let mut header = tcp(443, of.seen.1, RST, &[1; 4]);
