@@ -55,6 +55,8 @@ pub mod name_kind {
     pub const ENDPOINT: u32 = 3;
     /// A namespace of pods that policies select; the id is its number on this node.
     pub const NAMESPACE: u32 = 4;
+    /// A set of policies that select a pod, as a hash of their names; the id is the class.
+    pub const CLASS: u32 = 5;
 }
 
 crate::layout::map_type! {

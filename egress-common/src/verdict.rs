@@ -66,7 +66,7 @@ counters! {
     DropMalformed = "drop_malformed": "packets that cannot be parsed: of pods, for pods, or of an egress IP",
     DropProtocol = "drop_protocol": "packets that match a policy but have a protocol that cannot be translated",
     DropFragment = "drop_fragment": "fragments whose first fragment was not seen, and that could not be held",
-    DropNoPolicy = "drop_no_policy": "packets of a policy that is being removed",
+    DropNoPolicy = "drop_no_policy": "packets of a policy that is being removed, or that the tables have no room for",
     DropNoGateway = "drop_no_gateway": "new flows without a usable gateway",
     DropNoPort = "drop_no_port": "new flows without a free port",
     DropTableFull = "drop_table_full": "new flows while the flow table is full",

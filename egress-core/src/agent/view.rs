@@ -177,7 +177,7 @@ fn policy(
         .filter(|(id, _)| endpoints.contains_key(id))
         .map(|(id, a)| (id.clone(), [Family::V4, Family::V6].iter().filter_map(|f| a.get(*f)).collect()))
         .collect();
-    PolicyView { flags, slots: slots(facts, decided, policy), assignments }
+    PolicyView { flags, slots: slots(facts, decided, policy), assignments, unrecorded: false }
 }
 
 /// The slots of a policy. Those that new flows may choose have a carrier that answers and blocks that it knows, and

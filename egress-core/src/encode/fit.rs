@@ -1,14 +1,20 @@
 //! What is left out of the tables if not everything fits. Pure.
+//!
+//! Nothing that is left out leaks: a policy that is refused drops what leads to it, and a pod that is left out is an unknown source, which the
+//! programs hold. Present entries share the tables with those that replace them. So something may be left out of one write that the next one
+//! has room for: it is dropped between the two.
 
 use super::{
-    Encoder, NodeView, PolicyView, egress_numbers, maglev_len,
-    tables::{Overflow, Tables},
+    Encoder, NodeView,
+    tables::{Overflow, Table, Tables},
 };
 use crate::{
-    model::{PolicyId, Trouble, TroubleKind},
+    model::{EndpointId, PolicyId, Trouble, TroubleKind},
     plan::EgressIpPlan,
 };
 use egress_common::{
+    config::{DatapathConfig, flags},
+    endpoint::{NO_POLICY, Policy, RouteKey, policy_flags},
     limits::{self, MAGLEV_CHUNK},
     net,
 };
@@ -25,6 +31,10 @@ pub struct Refused {
     pub policies: BTreeMap<PolicyId, Overflow>,
     /// Egress IPs.
     pub egress_ips: BTreeMap<IpAddr, Overflow>,
+    /// Pods, with the policies that select them.
+    pub pods: BTreeMap<EndpointId, (BTreeSet<PolicyId>, Overflow)>,
+    /// Destinations that no policy should touch.
+    pub excepts: BTreeMap<IpNet, Overflow>,
 }
 
 impl Refused {
@@ -46,46 +56,102 @@ impl Refused {
             let message = format!("{overflow}: {address} is not used there; use fewer egress IPs");
             users.map(move |policy| trouble(policy, message.clone()))
         });
-        policies.chain(addresses).collect()
+        let pods = self.pods.iter().flat_map(move |(pod, (class, overflow))| {
+            let message =
+                format!("{overflow}: everything that it sends to the outside is dropped; use fewer pods there");
+            class.iter().map(move |policy| Trouble { pod: Some(pod.clone()), ..trouble(policy, message.clone()) })
+        });
+        policies.chain(addresses).chain(pods).collect()
+    }
+
+    /// What to report of the node as a whole.
+    pub fn errors(&self) -> Option<String> {
+        let overflow = self.excepts.values().next()?;
+        Some(format!(
+            "{overflow}: policies take {} networks that should be left alone, like {}; name fewer and larger ones",
+            self.excepts.len(),
+            self.excepts.keys().next()?
+        ))
+    }
+
+    /// Whether everything fits.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
     }
 }
 
-/// Removes a policy's slots, and leads to it whatever no other policy of its pods matches, in the families that it steers.
-fn refuse(view: &mut NodeView, policy: &PolicyId) {
+/// Something that is left out so that all else fits.
+enum Blamed {
+    Policy(PolicyId),
+    EgressIp(IpAddr),
+    Pod(EndpointId),
+    Except(IpNet),
+}
+
+/// The policy that each route is due to, in a class each: the one that it leads to. One that leads to none is due to the policy that has
+/// what is around it, and excludes this.
+fn owners<P: Copy>(routes: impl Iterator<Item = ((u32, IpNet), Option<P>)>) -> BTreeMap<(u32, IpNet), Option<P>> {
+    let routes: BTreeMap<_, _> = routes.collect();
+    let mut around: Vec<((u32, IpNet), Option<P>)> = Vec::new();
+    let owner = |((class, net), policy): ((u32, IpNet), Option<P>)| {
+        while around.pop_if(|((of, outer), _)| *of != class || !outer.contains(&net)).is_some() {}
+        let owner = policy.or_else(|| around.last()?.1);
+        around.push(((class, net), owner));
+        ((class, net), owner)
+    };
+    routes.into_iter().map(owner).collect()
+}
+
+/// The numbers of the policies that the routes of a family are due to.
+fn route_owners<A: Copy>(
+    routes: &BTreeMap<(RouteKey<A>, u32), u32>,
+    ip: impl Fn(A) -> IpAddr,
+) -> BTreeMap<(u32, IpNet), u32> {
+    let route = |((key, len), policy): (&(RouteKey<A>, u32), &u32)| {
+        let net = IpNet::new(ip(key.addr), (*len - 32) as u8).ok()?;
+        Some(((key.class, net), (*policy != NO_POLICY).then_some(*policy)))
+    };
+    let owners = owners(routes.iter().filter_map(route)).into_iter();
+    owners.map(|(key, owner)| (key, owner.unwrap_or(NO_POLICY))).collect()
+}
+
+fn routes_v4(tables: &Tables) -> BTreeMap<(u32, IpNet), u32> {
+    route_owners(&tables.v4.routes, |a| net::from_v4(a).into())
+}
+
+fn routes_v6(tables: &Tables) -> BTreeMap<(u32, IpNet), u32> {
+    route_owners(&tables.v6.routes, |a| net::from_v6(a).into())
+}
+
+fn chunks(tables: &Tables) -> BTreeMap<u32, u32> {
+    let of = |p: &Policy| p.table..p.table + p.table_len.div_ceil(MAGLEV_CHUNK as u32);
+    tables.policies.iter().flat_map(|(key, p)| of(p).map(|chunk| (chunk, key.policy))).collect()
+}
+
+/// Removes a policy's slots, and its record if it is that which does not fit, and leads to the policy whatever no other one of its pods
+/// matches, in the families that it steers. What it excludes is dropped as well.
+fn refuse(view: &mut NodeView, policy: &PolicyId, table: Table) {
     if let Some(view) = view.policies.get_mut(policy) {
         view.slots.clear();
         view.assignments.clear();
+        view.flags &= !policy_flags::ON_NO_GATEWAY_NODE_IP;
+        view.unrecorded |= table == Table::Policies;
     }
     for (_, table) in view.classes.iter_mut().filter(|(class, _)| class.contains(policy)) {
-        let is_its = |(_, winner): &(IpNet, Option<PolicyId>)| winner.as_ref() == Some(policy);
-        let families: BTreeSet<bool> =
-            table.iter().filter(|e| is_its(e)).map(|(net, _)| net.addr().is_ipv4()).collect();
-        table.retain(|entry| !is_its(entry));
+        let owners = owners(table.iter().map(|(net, winner)| ((0, *net), winner.as_ref())));
+        let owner = |net: &IpNet| owners.get(&(0, *net)).copied().flatten();
+        let its = table.iter().filter(|(net, _)| owner(net) == Some(policy));
+        let families: BTreeSet<bool> = its.map(|(net, _)| net.addr().is_ipv4()).collect();
+        let others = table.iter().filter(|(net, _)| owner(net).is_some_and(|owner| owner != policy));
+        let mut rest: Vec<(IpNet, Option<PolicyId>)> = others.cloned().collect();
         for v4 in families {
             let all = if v4 { IpNet::V4(Default::default()) } else { IpNet::V6(Default::default()) };
-            if !table.iter().any(|(net, winner)| *net == all && winner.is_some()) {
-                table.retain(|(net, _)| *net != all);
-                table.push((all, Some(policy.clone())));
+            if !rest.iter().any(|(net, _)| *net == all) {
+                rest.push((all, Some(policy.clone())));
             }
         }
+        *table = rest;
     }
-}
-
-/// The egress IPs for which a table of them has no place, if it is one of those that overflows.
-fn new_egress_ips(view: &NodeView, present: &Tables, overflow: &Overflow) -> Vec<IpAddr> {
-    let new = |address: &&IpAddr| match (overflow.map, address) {
-        ("EGRESS_IPS", _) => true,
-        ("EGRESS_INDEX_V4", IpAddr::V4(a)) => !present.v4.egress_index.contains_key(&net::v4(*a)),
-        ("EGRESS_INDEX_V6", IpAddr::V6(a)) => !present.v6.egress_index.contains_key(&net::v6(*a)),
-        _ => false,
-    };
-    let new = view.egress_ips.keys().filter(new).copied();
-    if overflow.map == "EGRESS_IPS" {
-        let numbers = egress_numbers(view, present);
-        let behind = |a: &IpAddr| numbers.0.get(a).is_some_and(|n| *n as usize >= limits::MAX_EGRESS_IPS);
-        return new.filter(behind).collect();
-    }
-    new.rev().take(overflow.wanted - overflow.capacity).collect()
 }
 
 impl Encoder {
@@ -96,64 +162,167 @@ impl Encoder {
     pub fn fit(&mut self, view: &mut NodeView, present: &Tables) -> Result<(Tables, Refused), Overflow> {
         let mut refused = Refused::default();
         loop {
-            let overflow = match self.encode(view, present) {
-                Ok(tables) => return Ok((tables, refused)),
-                Err(overflow) => overflow,
+            let (next, tables) = self.try_encode(view, present);
+            let Err(overflow) = tables.check(present) else {
+                *self = next;
+                return Ok((tables, refused));
             };
-            let addresses = new_egress_ips(view, present, &overflow);
-            let mut policies = self.growing(view, present, &overflow);
-            policies.retain(|policy| !refused.policies.contains_key(policy));
-            if addresses.is_empty() && policies.is_empty() {
+            let blamed = next.blame(view, &tables, present, &overflow, &refused);
+            if blamed.is_empty() {
                 return Err(overflow);
             }
-            for address in addresses {
-                view.egress_ips.remove(&address);
-                refused.egress_ips.insert(address, overflow.clone());
+            for one in blamed {
+                let overflow = overflow.clone();
+                match one {
+                    Blamed::Policy(policy) => {
+                        refuse(view, &policy, overflow.table);
+                        refused.policies.insert(policy, overflow);
+                    }
+                    Blamed::EgressIp(address) => {
+                        view.egress_ips.remove(&address);
+                        refused.egress_ips.insert(address, overflow);
+                    }
+                    Blamed::Pod(pod) => {
+                        let class = view.endpoints.remove(&pod).map_or_else(BTreeSet::new, |pod| pod.class);
+                        view.config = view.config.map(hold);
+                        refused.pods.insert(pod, (class, overflow));
+                    }
+                    Blamed::Except(net) => {
+                        view.excepts.remove(&net);
+                        refused.excepts.insert(net, overflow);
+                    }
+                }
             }
-            for policy in policies {
-                refuse(view, &policy);
-                refused.policies.insert(policy, overflow.clone());
+            let left: BTreeSet<&BTreeSet<PolicyId>> = view.endpoints.values().map(|pod| &pod.class).collect();
+            view.classes.retain(|class, _| left.contains(class));
+        }
+    }
+
+    /// What to leave out of a table that overflows, as much as it takes. Nothing where no policy and no pod can be at fault.
+    fn blame(
+        &self,
+        view: &NodeView,
+        tables: &Tables,
+        present: &Tables,
+        overflow: &Overflow,
+        refused: &Refused,
+    ) -> Vec<Blamed> {
+        let missing = overflow.wanted - overflow.capacity;
+        let holds_more = |id: &PolicyId| match overflow.table {
+            Table::Policies => view.policies.get(id).is_some_and(|policy| !policy.unrecorded),
+            _ => !refused.policies.contains_key(id),
+        };
+        let new_pods = |is_new: &dyn Fn(&IpAddr) -> bool| {
+            let new = view.endpoints.iter().rev().filter(|(_, pod)| pod.ips.iter().any(is_new));
+            new.take(missing).map(|(id, _)| Blamed::Pod(id.clone())).collect()
+        };
+        let new_egress_ips = |is_new: &dyn Fn(&IpAddr) -> bool| {
+            view.egress_ips.keys().rev().filter(|ip| is_new(ip)).take(missing).map(|ip| Blamed::EgressIp(*ip)).collect()
+        };
+        let new_excepts = |is_new: &dyn Fn(&IpNet) -> bool| {
+            view.excepts.iter().rev().filter(|net| is_new(net)).take(missing).map(|net| Blamed::Except(*net)).collect()
+        };
+        match overflow.table {
+            Table::RoutesV4 => self.growing(&holds_more, &routes_v4(tables), &routes_v4(present), missing),
+            Table::RoutesV6 => self.growing(&holds_more, &routes_v6(tables), &routes_v6(present), missing),
+            Table::Policies => {
+                let keys = |tables: &Tables| tables.policies.keys().map(|key| (*key, key.policy)).collect();
+                self.growing(&holds_more, &keys(tables), &keys(present), missing)
+            }
+            Table::Members => {
+                let keys = |tables: &Tables| tables.members.keys().map(|key| (*key, key.policy)).collect();
+                self.growing(&holds_more, &keys(tables), &keys(present), missing)
+            }
+            Table::Assignments => {
+                let keys = |tables: &Tables| tables.assignments.keys().map(|key| (*key, key.policy)).collect();
+                self.growing(&holds_more, &keys(tables), &keys(present), missing)
+            }
+            Table::Maglev => self.growing(&holds_more, &chunks(tables), &chunks(present), missing),
+            Table::EndpointsV4 => {
+                new_pods(&|ip| matches!(ip, IpAddr::V4(a) if !present.v4.endpoints.contains_key(&net::v4(*a))))
+            }
+            Table::EndpointsV6 => {
+                new_pods(&|ip| matches!(ip, IpAddr::V6(a) if !present.v6.endpoints.contains_key(&net::v6(*a))))
+            }
+            Table::Classes => {
+                let behind =
+                    |class| self.classes.0.get(class).is_some_and(|number| *number as usize >= limits::MAX_CLASSES);
+                let pods = view.endpoints.iter().filter(|(_, pod)| behind(&pod.class));
+                pods.map(|(id, _)| Blamed::Pod(id.clone())).collect()
+            }
+            Table::EgressIps => {
+                let behind = |ip: &IpAddr| {
+                    self.egress.0.get(ip).is_some_and(|number| *number as usize >= limits::MAX_EGRESS_IPS)
+                };
+                view.egress_ips.keys().filter(|ip| behind(ip)).map(|ip| Blamed::EgressIp(*ip)).collect()
+            }
+            Table::EgressIndexV4 => {
+                new_egress_ips(&|ip| matches!(ip, IpAddr::V4(a) if !present.v4.egress_index.contains_key(&net::v4(*a))))
+            }
+            Table::EgressIndexV6 => {
+                new_egress_ips(&|ip| matches!(ip, IpAddr::V6(a) if !present.v6.egress_index.contains_key(&net::v6(*a))))
+            }
+            Table::ExceptsV4 => new_excepts(
+                &|n| matches!(n, IpNet::V4(n) if !present.v4.excepts.contains_key(&(net::v4(n.network()), n.prefix_len().into()))),
+            ),
+            Table::ExceptsV6 => new_excepts(
+                &|n| matches!(n, IpNet::V6(n) if !present.v6.excepts.contains_key(&(net::v6(n.network()), n.prefix_len().into()))),
+            ),
+            // They follow the cluster's nodes and this node's interfaces. Accounts are never more than there are numbers for them.
+            Table::Accounts | Table::NodeIndex | Table::MacIndex | Table::Uplinks | Table::Names | Table::Nodes => {
+                Vec::new()
             }
         }
     }
 
-    /// The policies that want more entries of a table than they have, as many of them as it takes.
-    fn growing(&self, view: &NodeView, present: &Tables, overflow: &Overflow) -> Vec<PolicyId> {
-        fn tally<K: Ord>(items: impl IntoIterator<Item = (K, usize)>) -> BTreeMap<K, usize> {
+    /// The policies that want more entries of a table than they have, as many of them as it takes. If none does, those with entries that
+    /// replace others. The entries are given with the numbers of their policies. A policy without `holds_more` has given up all that it can.
+    fn growing<K: Ord>(
+        &self,
+        holds_more: &dyn Fn(&PolicyId) -> bool,
+        wanted: &BTreeMap<K, u32>,
+        present: &BTreeMap<K, u32>,
+        missing: usize,
+    ) -> Vec<Blamed> {
+        fn tally<'a>(policies: impl Iterator<Item = &'a u32>) -> BTreeMap<u32, usize> {
             let mut sums = BTreeMap::new();
-            items.into_iter().for_each(|(key, n)| *sums.entry(key).or_default() += n);
+            policies.for_each(|policy| *sums.entry(*policy).or_default() += 1);
             sums
         }
-        let routes = |v4: bool| {
-            let all = view.classes.values().flatten().filter(move |(net, _)| net.addr().is_ipv4() == v4);
-            tally(all.filter_map(|(_, winner)| Some((winner.as_ref()?, 1))))
+        let most = |of: &BTreeMap<u32, usize>, had: &BTreeMap<u32, usize>| {
+            let policies = self.policies.0.iter().filter(|(id, _)| holds_more(id));
+            let growth = policies.filter_map(|(id, number)| {
+                let more = of.get(number)?.saturating_sub(had.get(number).copied().unwrap_or(0));
+                (more > 0).then_some((more, id))
+            });
+            let mut growth: Vec<(usize, &PolicyId)> = growth.collect();
+            growth.sort_by(|a, b| b.cmp(a));
+            let mut missing = missing;
+            let enough = growth.into_iter().take_while(|(more, _)| {
+                let takes = missing > 0;
+                missing = missing.saturating_sub(*more);
+                takes
+            });
+            enough.map(|(_, id)| Blamed::Policy(id.clone())).collect::<Vec<_>>()
         };
-        let of = |count: &dyn Fn(&PolicyView) -> usize| view.policies.iter().map(|(p, v)| (p, count(v))).collect();
-        let (wanted, has): (BTreeMap<&PolicyId, usize>, BTreeMap<u32, usize>) = match overflow.map {
-            "ROUTES_V4" => (routes(true), tally(present.v4.routes.values().map(|p| (*p, 1)))),
-            "ROUTES_V6" => (routes(false), tally(present.v6.routes.values().map(|p| (*p, 1)))),
-            "MEMBERS" => (of(&|p| p.slots.len()), tally(present.members.keys().map(|k| (k.policy, 1)))),
-            "ASSIGNMENTS" => {
-                let count = |p: &PolicyView| p.assignments.values().map(BTreeSet::len).sum();
-                (of(&count), tally(present.assignments.keys().map(|k| (k.policy, 1))))
-            }
-            "MAGLEV" => {
-                let chunks = |len: u32| (len as usize).div_ceil(MAGLEV_CHUNK);
-                let count = |p: &PolicyView| [4, 6].iter().map(|f| chunks(maglev_len(p, *f))).sum();
-                (of(&count), tally(present.policies.iter().map(|(k, p)| (k.policy, chunks(p.table_len)))))
-            }
-            _ => return Vec::new(),
-        };
-        let had = |p: &PolicyId| self.policies.0.get(p).and_then(|number| has.get(number)).copied().unwrap_or(0);
-        let mut growth: Vec<(usize, &PolicyId)> =
-            wanted.into_iter().map(|(p, n)| (n.saturating_sub(had(p)), p)).filter(|(n, _)| *n > 0).collect();
-        growth.sort_by(|a, b| b.0.cmp(&a.0).then(b.1.cmp(a.1)));
-        let mut missing = overflow.wanted - overflow.capacity;
-        let enough = growth.into_iter().take_while(|(n, _)| {
-            let takes = missing > 0;
-            missing = missing.saturating_sub(*n);
-            takes
-        });
-        enough.map(|(_, p)| p.clone()).collect()
+        let growing = most(&tally(wanted.values()), &tally(present.values()));
+        if !growing.is_empty() {
+            return growing;
+        }
+        let new = wanted.iter().filter(|(key, _)| !present.contains_key(key)).map(|(_, policy)| policy);
+        most(&tally(new), &BTreeMap::new())
     }
 }
+
+fn hold(config: DatapathConfig) -> DatapathConfig {
+    DatapathConfig { flags: config.flags | flags::HOLD, ..config }
+}
+
+/// What is in the tables, but unknown sources are held: pods that are new, since nothing else can be written.
+pub fn held(present: &Tables) -> Tables {
+    Tables { config: present.config.map(hold), ..present.clone() }
+}
+
+#[cfg(test)]
+#[path = "fit_tests.rs"]
+mod tests;

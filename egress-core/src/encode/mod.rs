@@ -68,6 +68,8 @@ pub struct PolicyView {
     pub slots: Vec<SlotView>,
     /// Which egress IPs its endpoints are assigned to, under `PerEndpoint`.
     pub assignments: BTreeMap<EndpointId, BTreeSet<IpAddr>>,
+    /// The tables have no record of it, for lack of room ([`fit`]), so the programs drop what leads to it.
+    pub unrecorded: bool,
 }
 
 /// An egress IP that this node uses, carries, or may come to carry.
@@ -158,6 +160,8 @@ pub struct Encoder {
     endpoints: Numbers<EndpointId>,
     namespaces: Numbers<Arc<str>>,
     classes: Numbers<BTreeSet<PolicyId>>,
+    /// The numbers of an earlier agent's classes, by [`class_name`], until tables are made for the first time.
+    left_classes: BTreeMap<String, u32>,
 }
 
 fn named<T: FromStr>(tables: &Tables, kind: u32) -> impl Iterator<Item = (T, u32)> {
@@ -184,13 +188,21 @@ impl Encoder {
             nodes: Numbers(nodes.map(|(k, v)| (NodeName::from(name_text(v).as_str()), k.id)).collect()),
             endpoints: Numbers(named(present, name_kind::ENDPOINT).collect()),
             namespaces: accounts::recover(present),
-            // Classes are not named in the maps: they get new numbers, alongside the old ones until those are removed.
             classes: Numbers(BTreeMap::new()),
+            left_classes: named(present, name_kind::CLASS).collect(),
         }
     }
 
     /// The tables that carry out `view`, given what is in the maps now.
     pub fn encode(&mut self, view: &NodeView, present: &Tables) -> Result<Tables, Overflow> {
+        let (next, tables) = self.try_encode(view, present);
+        tables.check(present)?;
+        *self = next;
+        Ok(tables)
+    }
+
+    /// The same, whether the tables fit or not, with the numbers in them.
+    fn try_encode(&self, view: &NodeView, present: &Tables) -> (Self, Tables) {
         let next = Self {
             policies: self.policies.assign(view.policies.keys().cloned(), named_ids(present, name_kind::POLICY)),
             egress: egress_numbers(view, present),
@@ -198,8 +210,9 @@ impl Encoder {
             endpoints: endpoint_numbers(&self.endpoints, view, present),
             namespaces: self.namespaces.assign(accounts::namespaces(view), named_ids(present, name_kind::NAMESPACE)),
             classes: self
-                .classes
+                .known_classes(view)
                 .assign(view.classes.keys().filter(|c| !c.is_empty()).cloned(), present_classes(present)),
+            left_classes: BTreeMap::new(),
         };
         let mut tables = Tables::default();
         next.nodes(view, &mut tables);
@@ -214,9 +227,16 @@ impl Encoder {
         let own = view.node.as_ref().and_then(|n| next.nodes.0.get(n)).copied().unwrap_or(0);
         let carries = if view.egress_ips.values().any(|e| e.forwards) { config::flags::CARRIES } else { 0 };
         tables.config = view.config.map(|c| DatapathConfig { node: own, flags: c.flags | carries, ..c });
-        tables.check(present)?;
-        *self = next;
-        Ok(tables)
+        (next, tables)
+    }
+
+    fn known_classes(&self, view: &NodeView) -> Numbers<BTreeSet<PolicyId>> {
+        let (mut known, mut left) = (self.classes.clone(), self.left_classes.clone());
+        for class in view.classes.keys().filter(|_| !self.left_classes.is_empty()) {
+            // Each number once: anybody can choose names of policies whose hashes are the same.
+            known.0.extend(left.remove(&class_name(class)).map(|number| (class.clone(), number)));
+        }
+        known
     }
 
     fn nodes(&self, view: &NodeView, tables: &mut Tables) {
@@ -309,7 +329,7 @@ impl Encoder {
 
     fn policies(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {
         let mut allocator = Chunks::new(present);
-        for (id, policy) in &view.policies {
+        for (id, policy) in view.policies.iter().filter(|(_, policy)| !policy.unrecorded) {
             let Some(&index) = self.policies.0.get(id) else { continue };
             let mut number = 0;
             for slot in &policy.slots {
@@ -409,6 +429,7 @@ impl Encoder {
         self.nodes.0.iter().for_each(|(p, n)| add(name_kind::NODE, *n, p.to_string()));
         self.endpoints.0.iter().for_each(|(p, n)| add(name_kind::ENDPOINT, *n, p.to_string()));
         self.namespaces.0.iter().for_each(|(p, n)| add(name_kind::NAMESPACE, *n, p.to_string()));
+        self.classes.0.iter().for_each(|(p, n)| add(name_kind::CLASS, *n, class_name(p)));
     }
 }
 
@@ -422,12 +443,22 @@ fn named_ids(present: &Tables, kind: u32) -> impl Iterator<Item = u32> {
 fn present_classes(present: &Tables) -> impl Iterator<Item = u32> {
     let routes = present.v4.routes.keys().map(|(k, _)| k.class).chain(present.v6.routes.keys().map(|(k, _)| k.class));
     let endpoints = present.v4.endpoints.values().chain(present.v6.endpoints.values()).map(|e| e.class);
-    routes.chain(endpoints)
+    routes.chain(endpoints).chain(named_ids(present, name_kind::CLASS))
+}
+
+/// The name of a class in the maps: a set of policies may be too long for one.
+fn class_name(class: &BTreeSet<PolicyId>) -> String {
+    use siphasher::sip128::{Hasher128 as _, SipHasher13};
+    use std::hash::Hasher as _;
+    let mut hasher = SipHasher13::new_with_keys(0, 0);
+    // No name has a line break.
+    class.iter().for_each(|policy| hasher.write(format!("{policy}\n").as_bytes()));
+    format!("{:032x}", hasher.finish128().as_u128())
 }
 
 /// The indices of egress IPs: an address keeps the one that it has in the maps, even a retired one that comes back. Others
 /// get one that was never used or, if there is none left, that of a retired address.
-pub(super) fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
+fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
     let known: BTreeMap<IpAddr, u32> = present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect();
     let live: BTreeSet<u32> =
         present.v4.egress_index.values().chain(present.v6.egress_index.values()).copied().collect();
@@ -441,7 +472,7 @@ pub(super) fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAdd
 
 /// The length of a policy's Maglev table of one family, where it is not empty. It follows all slots of the family, usable or not: a
 /// gateway that fails does not change it.
-pub(super) fn maglev_len(policy: &PolicyView, family: u32) -> u32 {
+fn maglev_len(policy: &PolicyView, family: u32) -> u32 {
     maglev::size(policy.slots.iter().filter(|s| s.address.is_ipv4() == (family == 4)).count())
 }
 

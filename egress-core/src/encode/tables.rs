@@ -77,89 +77,97 @@ pub struct Tables {
     pub config: Option<DatapathConfig>,
 }
 
+macro_rules! bounded {
+    ($($table:ident = $name:literal: $limit:ident,)*) => {
+        /// The tables that may be too small.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Table { $( #[doc = concat!("`", $name, "`.")] $table, )* }
+
+        impl Table {
+            /// All of them, in the order in which they are checked.
+            const ALL: &'static [Self] = &[$(Self::$table),*];
+
+            /// Its name as a map of the programs.
+            pub const fn name(self) -> &'static str { match self { $(Self::$table => $name),* } }
+
+            const fn capacity(self) -> usize { match self { $(Self::$table => limits::$limit),* } }
+        }
+    };
+}
+
+bounded! {
+    EndpointsV4 = "ENDPOINTS_V4": MAX_ENDPOINTS,
+    EndpointsV6 = "ENDPOINTS_V6": MAX_ENDPOINTS,
+    RoutesV4 = "ROUTES_V4": MAX_ROUTES,
+    RoutesV6 = "ROUTES_V6": MAX_ROUTES,
+    ExceptsV4 = "EXCEPTS_V4": MAX_EXCEPTS,
+    ExceptsV6 = "EXCEPTS_V6": MAX_EXCEPTS,
+    Policies = "POLICIES": MAX_POLICIES,
+    Members = "MEMBERS": MAX_MEMBERS,
+    Assignments = "ASSIGNMENTS": MAX_ASSIGNMENTS,
+    Accounts = "ACCOUNTS": MAX_ACCOUNTS,
+    EgressIndexV4 = "EGRESS_INDEX_V4": MAX_EGRESS_IPS,
+    EgressIndexV6 = "EGRESS_INDEX_V6": MAX_EGRESS_IPS,
+    NodeIndex = "NODE_INDEX": MAX_NODE_ADDRESSES,
+    MacIndex = "MAC_INDEX": MAX_MACS,
+    Uplinks = "UPLINKS": MAX_UPLINKS,
+    Names = "NAMES": MAX_NAMES,
+    Classes = "CLASSES": MAX_CLASSES,
+    Maglev = "MAGLEV": MAX_MAGLEV_CHUNKS,
+    EgressIps = "EGRESS_IPS": MAX_EGRESS_IPS,
+    Nodes = "NODES": MAX_NODES,
+}
+
 /// A table that is too small for what is wanted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("table {map} holds {capacity} entries and {wanted} are needed")]
+#[error("table {} holds {capacity} entries and {wanted} are needed", table.name())]
 pub struct Overflow {
-    /// The map.
-    pub map: &'static str,
+    /// The table.
+    pub table: Table,
     /// Entries that are wanted.
     pub wanted: usize,
     /// Entries that fit.
     pub capacity: usize,
 }
 
-/// How full a table is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Use {
-    /// The map.
-    pub map: &'static str,
-    /// Entries in use.
-    pub used: usize,
-    /// Entries that fit.
-    pub capacity: usize,
-}
-
 impl Tables {
-    /// How full each table is.
-    pub fn usage(&self) -> Vec<Use> {
-        let highest = |used: Option<&u32>| used.map_or(0, |i| *i as usize + 1);
-        let classes = self.v4.endpoints.values().chain(self.v6.endpoints.values()).map(|e| e.class);
-        [
-            ("ENDPOINTS_V4", self.v4.endpoints.len(), limits::MAX_ENDPOINTS),
-            ("ENDPOINTS_V6", self.v6.endpoints.len(), limits::MAX_ENDPOINTS),
-            ("ROUTES_V4", self.v4.routes.len(), limits::MAX_ROUTES),
-            ("ROUTES_V6", self.v6.routes.len(), limits::MAX_ROUTES),
-            ("EXCEPTS_V4", self.v4.excepts.len(), limits::MAX_EXCEPTS),
-            ("EXCEPTS_V6", self.v6.excepts.len(), limits::MAX_EXCEPTS),
-            ("POLICIES", self.policies.len(), limits::MAX_POLICIES),
-            ("CLASSES", highest(classes.max().as_ref()), limits::MAX_CLASSES),
-            ("MEMBERS", self.members.len(), limits::MAX_MEMBERS),
-            ("ASSIGNMENTS", self.assignments.len(), limits::MAX_ASSIGNMENTS),
-            ("ACCOUNTS", self.accounts.len(), limits::MAX_ACCOUNTS),
-            ("MAGLEV", highest(self.maglev.keys().next_back()), limits::MAX_MAGLEV_CHUNKS),
-            ("EGRESS_IPS", highest(self.egress_ips.keys().next_back()), limits::MAX_EGRESS_IPS),
-            ("NODES", highest(self.nodes.keys().next_back()), limits::MAX_NODES),
-            ("NODE_INDEX", self.node_index.len(), limits::MAX_NODE_ADDRESSES),
-            ("MAC_INDEX", self.mac_index.len(), limits::MAX_MACS),
-            ("UPLINKS", self.uplinks.len(), limits::MAX_UPLINKS),
-            ("NAMES", self.names.len(), limits::MAX_NAMES),
-        ]
-        .into_iter()
-        .map(|(map, used, capacity)| Use { map, used, capacity })
-        .collect()
-    }
-
     /// Refuses what does not fit, before anything is written. Present and wanted entries share the tables while one
     /// replaces the other, so both must fit together.
     pub fn check(&self, present: &Tables) -> Result<(), Overflow> {
+        let used = |table: &Table| (*table, self.with(present, *table), table.capacity());
+        match Table::ALL.iter().map(used).find(|(_, wanted, capacity)| wanted > capacity) {
+            Some((table, wanted, capacity)) => Err(Overflow { table, wanted, capacity }),
+            None => Ok(()),
+        }
+    }
+
+    /// How many entries of a table are in use while these tables replace the present ones. Of arrays, what is present has its places.
+    fn with(&self, present: &Tables, table: Table) -> usize {
         fn union<K: Ord, V>(a: &BTreeMap<K, V>, b: &BTreeMap<K, V>) -> usize {
             a.len() + b.keys().filter(|k| !a.contains_key(*k)).count()
         }
-        let together = [
-            ("ENDPOINTS_V4", union(&self.v4.endpoints, &present.v4.endpoints), limits::MAX_ENDPOINTS),
-            ("ENDPOINTS_V6", union(&self.v6.endpoints, &present.v6.endpoints), limits::MAX_ENDPOINTS),
-            ("ROUTES_V4", union(&self.v4.routes, &present.v4.routes), limits::MAX_ROUTES),
-            ("ROUTES_V6", union(&self.v6.routes, &present.v6.routes), limits::MAX_ROUTES),
-            ("EXCEPTS_V4", union(&self.v4.excepts, &present.v4.excepts), limits::MAX_EXCEPTS),
-            ("EXCEPTS_V6", union(&self.v6.excepts, &present.v6.excepts), limits::MAX_EXCEPTS),
-            ("POLICIES", union(&self.policies, &present.policies), limits::MAX_POLICIES),
-            ("MEMBERS", union(&self.members, &present.members), limits::MAX_MEMBERS),
-            ("ASSIGNMENTS", union(&self.assignments, &present.assignments), limits::MAX_ASSIGNMENTS),
-            ("ACCOUNTS", union(&self.accounts, &present.accounts), limits::MAX_ACCOUNTS),
-            ("EGRESS_INDEX_V4", union(&self.v4.egress_index, &present.v4.egress_index), limits::MAX_EGRESS_IPS),
-            ("EGRESS_INDEX_V6", union(&self.v6.egress_index, &present.v6.egress_index), limits::MAX_EGRESS_IPS),
-            ("NODE_INDEX", union(&self.node_index, &present.node_index), limits::MAX_NODE_ADDRESSES),
-            ("MAC_INDEX", union(&self.mac_index, &present.mac_index), limits::MAX_MACS),
-            ("UPLINKS", union(&self.uplinks, &present.uplinks), limits::MAX_UPLINKS),
-            ("NAMES", union(&self.names, &present.names), limits::MAX_NAMES),
-        ];
-        let arrays =
-            self.usage().into_iter().filter(|u| matches!(u.map, "CLASSES" | "MAGLEV" | "EGRESS_IPS" | "NODES"));
-        let all = together.into_iter().chain(arrays.map(|u| (u.map, u.used, u.capacity)));
-        match all.into_iter().find(|(_, wanted, capacity)| wanted > capacity) {
-            Some((map, wanted, capacity)) => Err(Overflow { map, wanted, capacity }),
-            None => Ok(()),
+        let end = |last: Option<u32>| last.map_or(0, |i| i as usize + 1);
+        match table {
+            Table::EndpointsV4 => union(&self.v4.endpoints, &present.v4.endpoints),
+            Table::EndpointsV6 => union(&self.v6.endpoints, &present.v6.endpoints),
+            Table::RoutesV4 => union(&self.v4.routes, &present.v4.routes),
+            Table::RoutesV6 => union(&self.v6.routes, &present.v6.routes),
+            Table::ExceptsV4 => union(&self.v4.excepts, &present.v4.excepts),
+            Table::ExceptsV6 => union(&self.v6.excepts, &present.v6.excepts),
+            Table::Policies => union(&self.policies, &present.policies),
+            Table::Members => union(&self.members, &present.members),
+            Table::Assignments => union(&self.assignments, &present.assignments),
+            Table::Accounts => union(&self.accounts, &present.accounts),
+            Table::EgressIndexV4 => union(&self.v4.egress_index, &present.v4.egress_index),
+            Table::EgressIndexV6 => union(&self.v6.egress_index, &present.v6.egress_index),
+            Table::NodeIndex => union(&self.node_index, &present.node_index),
+            Table::MacIndex => union(&self.mac_index, &present.mac_index),
+            Table::Uplinks => union(&self.uplinks, &present.uplinks),
+            Table::Names => union(&self.names, &present.names),
+            Table::Classes => end(self.v4.endpoints.values().chain(self.v6.endpoints.values()).map(|e| e.class).max()),
+            Table::Maglev => end(self.maglev.keys().next_back().copied()),
+            Table::EgressIps => end(self.egress_ips.keys().next_back().copied()),
+            Table::Nodes => end(self.nodes.keys().next_back().copied()),
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::store::{
 use egress_common::{net, port_block, verdict::Counter};
 use egress_core::{
     agent::{facts::Facts, machine::Action},
-    encode::{NodeView, tables::Tables},
+    encode::{NodeView, fit, tables::Tables},
     model::{Bandwidth, Transport},
     network::classify::{InterfaceRules, classify, outside},
 };
@@ -192,7 +192,14 @@ impl Agent {
                 }
                 self.writer.write(tables).map(|()| refused).map_err(|e| e.to_string())
             }
-            Err(overflow) => Err(format!("{overflow}: nothing was changed")),
+            Err(overflow) => {
+                let held = self.writer.write(fit::held(self.writer.present()));
+                let what = held.map_or_else(
+                    |e| format!("unknown sources are not held: {e}"),
+                    |()| "unknown sources are held".into(),
+                );
+                Err(format!("{overflow}: nothing else was changed, and {what}"))
+            }
         };
         match written {
             Ok(refused) => self.machine.handle_written(&view, &refused, self.start.elapsed()),

@@ -108,6 +108,8 @@ pub struct Machine {
     shaper: Option<ShaperEnds>,
     /// The flags in the record of settings that the programs have.
     flags: u32,
+    /// Nothing was left out of the tables.
+    everything_fits: bool,
     effective: Effective,
     endpoints: BTreeMap<EndpointId, EndpointView>,
     late: Late,
@@ -148,6 +150,7 @@ impl Machine {
             outcome: RoundOutcome::default(),
             shaper: None,
             flags: left.flags,
+            everything_fits: true,
             effective: Effective::recover(left.policies),
             endpoints: left.endpoints,
             late: Late::default(),

@@ -233,6 +233,10 @@ impl Machine {
         self.flags = view.config.map_or(0, |config| config.flags);
         let outcome = &mut self.outcome;
         outcome.troubles.extend(refused.troubles(&self.facts.objects.plan.egress_ips));
+        outcome.errors.extend(refused.errors());
+        // What was removed has made room, perhaps.
+        let before = std::mem::replace(&mut self.everything_fits, refused.is_empty());
+        self.dirty |= before && !self.everything_fits;
         outcome.programmed.written(&self.facts.objects.snapshot.policies, &view.policies, now);
         outcome.leases = self.facts.leases().max(outcome.leases);
         outcome.carries = self.decided.carriers.carried().clone();

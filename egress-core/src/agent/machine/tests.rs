@@ -7,8 +7,12 @@ use crate::{
         ports::Ports,
         view_tests::{FactsFixture, OWNED, carried_by, ip, report},
     },
-    encode::{NodeView, fit::Refused},
-    model::{Endpoint, EndpointId, Transport},
+    encode::{
+        NodeView,
+        fit::Refused,
+        tables::{Overflow, Table},
+    },
+    model::{Endpoint, EndpointId, PolicyId, PolicyKind, Transport},
     network::{
         Route,
         links::{Link, LinkKind},
@@ -471,4 +475,27 @@ fn connections_are_opened_again_once_the_tables_avoid_their_gateway() {
         }
     }
     assert_eq!(opened, [1_000, 3_000].map(|until| (until, BTreeSet::from([address]))));
+}
+
+#[test]
+fn what_was_left_out_of_the_tables_is_tried_once_more_at_once() {
+    let mut shell = Shell::new(&FactsFixture::new());
+    let overflow = Overflow { table: Table::Policies, wanted: 2, capacity: 1 };
+    let policies = [(PolicyId::new(PolicyKind::Native, "web"), overflow)].into();
+    let refused = Refused { policies, ..Refused::default() };
+    let mut writes = || {
+        let (mut writes, now) = (0, shell.now);
+        shell.machine.handle_objects(objects(&FactsFixture::new()));
+        while let Some(action) = shell.machine.poll_action(now) {
+            match action {
+                Action::Write { view, .. } => {
+                    writes += 1;
+                    shell.machine.handle_written(&view, &refused, now);
+                }
+                other => shell.answer(other),
+            }
+        }
+        writes
+    };
+    assert_eq!([writes(), writes()], [2, 1], "what it replaces may be gone then, but need not be");
 }

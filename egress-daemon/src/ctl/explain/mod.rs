@@ -237,7 +237,10 @@ fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> PacketO
     walk.policy = Some(dump.policy_name(policy));
     let name = dump.policy_name(policy);
     let Some(record) = dump.policy(policy, to.is_ipv6()) else {
-        walk.say("policy", format!("Policy {name} has no tables for this address family: it is being removed."));
+        walk.say(
+            "policy",
+            format!("Policy {name} has no tables for this address family: it is being removed, or does not fit."),
+        );
         return walk.dropped(Counter::DropNoPolicy);
     };
     let endpoint_wise = record.flags & policy_flags::PER_ENDPOINT != 0;

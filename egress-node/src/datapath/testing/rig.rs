@@ -89,7 +89,7 @@ pub fn now_tick() -> u32 {
 /// A pod, one policy for everything outside, two egress IPs that node `gateway` owns, and blocks of them.
 pub fn scene() -> NodeView {
     let slots = [EGRESS4, EGRESS6].map(|a| SlotView { address: addr(a), weight: 1, usable: true });
-    let policy = PolicyView { flags: 0, slots: slots.into(), assignments: BTreeMap::new() };
+    let policy = PolicyView { slots: slots.into(), ..PolicyView::default() };
     let class = std::collections::BTreeSet::from([scenes::policy_id(0)]);
     let leases = OWN_BLOCKS.map(|b| (b, scenes::node(0))).into_iter().chain([(OTHER_BLOCK, scenes::node(2))]);
     let egress = EgressView {

@@ -105,7 +105,7 @@ pub fn view() -> impl Strategy<Value = NodeView> {
                 endpoints[*endpoint].is_some() && slots.iter().any(|s| s.address == egress_ip(**ip))
             });
             let assignments = assignments.map(|(e, ip)| (endpoint_id(e), [egress_ip(*ip)].into())).collect();
-            view.policies.insert(policy_id(n), PolicyView { flags, slots, assignments });
+            view.policies.insert(policy_id(n), PolicyView { flags, slots, assignments, ..PolicyView::default() });
         }
         for (n, seed) in endpoints.into_iter().enumerate() {
             let Some((selected, v6, history_until)) = seed else { continue };

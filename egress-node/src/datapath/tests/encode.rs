@@ -192,7 +192,7 @@ fn map_full_what_does_not_fit_is_refused_as_a_whole() {
         (classes, "CLASSES"),
     ] {
         let refused = encoder.encode(&view, &present).unwrap_err();
-        assert_eq!((refused.map, refused.wanted), (map, refused.capacity + 1), "{refused}");
+        assert_eq!((refused.table.name(), refused.wanted), (map, refused.capacity + 1), "{refused}");
         assert_eq!(encoder.encode(&small, &present).unwrap(), present, "the encoder remembers what was refused");
     }
 }
@@ -227,7 +227,7 @@ fn slots_without_weight_get_no_flows() {
     let mut view = NodeView::default();
     view.egress_ips.insert(scenes::egress_ip(0), Default::default());
     let slot = SlotView { address: scenes::egress_ip(0), weight: 0, usable: true };
-    let policy = PolicyView { flags: 0, slots: vec![slot], assignments: BTreeMap::new() };
+    let policy = PolicyView { slots: vec![slot], ..PolicyView::default() };
     view.policies.insert(scenes::policy_id(0), policy);
     let tables = Encoder::recover(&Tables::default()).encode(&view, &Tables::default()).unwrap();
     assert!(tables.policies.values().all(|p| p.table_len == 0));
@@ -287,7 +287,7 @@ proptest! {
         let class: BTreeSet<PolicyId> = by_id.keys().cloned().collect();
         let mut view = NodeView { excepts: excepts.iter().copied().collect(), ..NodeView::default() };
         view.classes.insert(class.clone(), classes::merge(&by_id, class.iter()));
-        let none = PolicyView { flags: 0, slots: Vec::new(), assignments: BTreeMap::new() };
+        let none = PolicyView { slots: Vec::new(), ..PolicyView::default() };
         view.policies = class.iter().map(|p| (p.clone(), none.clone())).collect();
         let endpoint = EndpointView { ips: [IpAddr::from([10, 2, 0, 1])].into(), class, history_until: 0, interfaces: BTreeMap::new() };
         view.endpoints.insert(scenes::endpoint_id(0), endpoint);

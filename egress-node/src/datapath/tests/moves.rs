@@ -162,7 +162,7 @@ pub fn view(number: usize, firewall: bool, interfaces: &[u32]) -> NodeView {
     });
     let slot = |ip: &&str| SlotView { address: addr(ip), weight: 1, usable: true };
     let slots = slots.iter().flat_map(|n| &EGRESS[*n]).map(slot).collect();
-    view.policies = [(scenes::policy_id(0), PolicyView { flags: 0, slots, assignments: BTreeMap::new() })].into();
+    view.policies = [(scenes::policy_id(0), PolicyView { slots, ..PolicyView::default() })].into();
     let class = BTreeSet::from([scenes::policy_id(0)]);
     let pod = |n: usize| {
         let ips: BTreeSet<IpAddr> = PODS[n].iter().map(|ip| addr(ip)).collect();

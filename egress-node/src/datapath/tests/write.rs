@@ -239,7 +239,7 @@ const POLICIES: usize = 6;
 /// could not be distinguished.
 fn crowded(pods: usize) -> NodeView {
     let slots = vec![SlotView { address: scenes::egress_ip(0), weight: 1, usable: true }];
-    let policy = PolicyView { flags: 0, slots, assignments: Default::default() };
+    let policy = PolicyView { slots, ..PolicyView::default() };
     let class: BTreeSet<_> = (0..POLICIES).map(scenes::policy_id).collect();
     let routes = (0..POLICIES * 20).map(|n| {
         let net = IpNet::new(IpAddr::from([198, 51, n as u8, 0]), 24).unwrap();
