@@ -18,6 +18,7 @@ pub mod programmed;
 pub mod reach;
 pub mod takeovers;
 pub mod transports;
+pub mod troubles;
 pub mod unnamed;
 pub mod view;
 #[cfg(test)]

@@ -118,6 +118,8 @@ pub struct Agent {
     pub(super) account_flows: BTreeMap<u32, u64>,
     /// The status that is being written to the store.
     pub(super) writing: Aside<Result<(), StoreError>>,
+    /// Why the status could not be written the last time. Each reason is told once.
+    pub(super) unwritten: Option<String>,
     pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
     pub(super) node_ports: Option<NodePorts>,
     pub(super) source: String,
@@ -186,6 +188,7 @@ impl Agent {
             counting: Aside::default(),
             account_flows: BTreeMap::new(),
             writing: Aside::default(),
+            unwritten: None,
             sockets: Aside::default(),
             // Known before the first report.
             node_ports: NodePorts::read().inspect_err(|e| tracing::warn!("cannot read the node's own ports: {e}")).ok(),
@@ -243,9 +246,7 @@ impl Agent {
                 () = lease_changed(&mut self.lease) => {}
                 _ = self.releasing.done() => self.machine.handle_released(),
                 written = self.writing.done() => {
-                    // A conflict: the next read of the objects leads to another write.
-                    let done = written.is_some_and(|written| written.inspect_err(|e| tracing::debug!("{e}")).is_ok());
-                    self.machine.handle_status(done);
+                    self.take_written(written);
                 }
                 () = tokio::time::sleep_until(wake.into()) => {}
             }
@@ -301,6 +302,30 @@ impl Agent {
     async fn carry_all_out(&mut self) {
         while let Some(action) = self.machine.poll_action(self.now()) {
             self.carry_out(action).await;
+        }
+    }
+
+    /// Takes note of a write of the status; `None` if its task has failed.
+    fn take_written(&mut self, written: Option<Result<(), StoreError>>) {
+        match written {
+            Some(Ok(())) => {
+                self.unwritten = None;
+                self.machine.handle_status(true);
+            }
+            // The next read of the objects leads to another write.
+            Some(Err(e)) if e.is_conflict() => {
+                tracing::debug!("{e}");
+                self.machine.handle_status(false);
+            }
+            failed => {
+                let why =
+                    failed.and_then(Result::err).map_or_else(|| "its task has failed".to_owned(), |e| e.to_string());
+                if self.unwritten.as_ref() != Some(&why) {
+                    tracing::warn!("the status of this node is not up to date: {why}");
+                }
+                self.unwritten = Some(why);
+                self.machine.handle_status_failed(self.now());
+            }
         }
     }
 

@@ -122,7 +122,7 @@ fn condition(
         type_: kind.into(),
         status: status.into(),
         reason: reason.into(),
-        message,
+        message: api::shorten(message),
         last_transition_time: since,
         observed_generation: None,
     }
@@ -134,6 +134,22 @@ mod tests {
 
     fn of_policy(generation: i64) -> ProgrammedPolicy {
         ProgrammedPolicy { policy: "web".into(), uid: "1".into(), generation }
+    }
+
+    #[test]
+    fn no_number_of_errors_makes_a_status_that_is_refused() {
+        let errors: Vec<String> =
+            (0..2_000).map(|n| format!("policy {n}: it has an error of some length — é")).collect();
+        let unnamed = (0..=255).map(|n| (ipnet::IpNet::from(IpAddr::from([10, 0, 0, n])), "x".repeat(400))).collect();
+        let now = Timestamp::UNIX_EPOCH;
+        let mut object = api::EgressNode::joining("worker1", true);
+        let conditions = vec![ready(&errors, None, now), networks(&unnamed, None, now)];
+        object.status = Some(EgressNodeStatus { conditions, ..Default::default() });
+        let crds = api::crds();
+        let (_, crd) = crds.iter().find(|(_, crd)| crd.spec.names.kind == "EgressNode").unwrap();
+        let rules = api::Rules::new(&crd.spec.versions[0]).unwrap();
+        let broken = rules.check(&mut serde_json::to_value(&object).unwrap());
+        assert!(broken.is_empty(), "{}", broken[0]);
     }
 
     #[test]

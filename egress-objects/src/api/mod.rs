@@ -36,7 +36,7 @@ pub use pool::{
 };
 pub use rules::{Rules, Violation};
 pub use rules::{remove_nulls, unknown_field};
-pub use schema::SHORT_FORMS;
+pub use schema::{SHORT_FORMS, shorten};
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;

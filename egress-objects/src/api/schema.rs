@@ -12,6 +12,18 @@ use std::collections::BTreeMap;
 /// Fields that mean the same as the list after them with one entry: [`ALPHA`] accepts both, [`VERSION`] the list.
 pub const SHORT_FORMS: [(&str, &str); 2] = [("egressGateway", "egressGateways"), ("egressIPPool", "egressIPPools")];
 
+/// The longest message of a condition that an API server accepts.
+const LONGEST_MESSAGE: usize = 32_768;
+
+/// The message of a condition, cut if it is too long.
+pub fn shorten(mut message: String) -> String {
+    if message.len() > LONGEST_MESSAGE {
+        message.truncate(message.floor_char_boundary(LONGEST_MESSAGE - 4));
+        message.push_str(" ...");
+    }
+    message
+}
+
 /// Adds [`ALPHA`] to a CRD. Both versions have the same fields, so that an API server converts between them without
 /// loss. If an object of the older one has a short form, the newer one shows it, and rejects it only when somebody
 /// writes it.
@@ -225,7 +237,7 @@ pub(super) fn conditions(_: &mut SchemaGenerator) -> Schema {
                 "type": { "description": "What the condition is about.", "type": "string", "maxLength": 316 },
                 "status": { "description": "True, False or Unknown.", "type": "string", "enum": ["True", "False", "Unknown"] },
                 "reason": { "description": "One word that a program can act on.", "type": "string", "maxLength": 1024 },
-                "message": { "description": "A sentence for a person.", "type": "string", "maxLength": 32768 },
+                "message": { "description": "A sentence for a person.", "type": "string", "maxLength": LONGEST_MESSAGE },
                 "lastTransitionTime": {
                     "description": "When the status last changed.", "type": "string", "format": "date-time",
                 },

@@ -174,6 +174,6 @@ pub enum Action {
     /// Publish what the node does, for people.
     Publish,
 
-    /// Write the status, if it differs. Answered by `handle_status`, later.
+    /// Write the status, if it differs. Answered by `handle_status` or `handle_status_failed`, later.
     WriteStatus,
 }

@@ -52,6 +52,8 @@ const RESYNC_SHARE: u32 = 20;
 const RESYNC_AT_LEAST: Duration = Duration::from_secs(30);
 /// The least time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
+/// The same if it cannot be written: the time doubles with each attempt, up to this.
+const STATUS_AT_LEAST: Duration = Duration::from_secs(5);
 /// How often the programs' counters are read.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The same while a gateway may be dying: probes that reach this node tell whether it is the one that is cut off.
@@ -131,6 +133,7 @@ pub struct Machine {
     counting: bool,
     status_due: bool,
     writing_status: bool,
+    status_pause: Duration,
     /// The first round is carried out.
     started: bool,
     /// Something has changed.
@@ -168,6 +171,7 @@ impl Machine {
             counting: false,
             status_due: true,
             writing_status: false,
+            status_pause: STATUS_EVERY,
             started: false,
             dirty: true,
             round: None,
@@ -263,6 +267,16 @@ impl Machine {
     pub fn handle_status(&mut self, done: bool) {
         self.writing_status = false;
         self.status_due |= !done;
+        if done {
+            self.status_pause = STATUS_EVERY;
+        }
+    }
+
+    /// The status could not be written, and cannot be at once.
+    pub fn handle_status_failed(&mut self, now: Duration) {
+        self.handle_status(false);
+        self.status_pause = (2 * self.status_pause).min(STATUS_AT_LEAST);
+        self.timers.status = now + self.status_pause;
     }
 
     /// Notes an error, to be published.

@@ -11,7 +11,7 @@ use crate::{
     agent::{
         kept,
         transports::{self, Peer},
-        view,
+        troubles, view,
     },
     encode::{NodeView, fit::Refused},
     health::ProbeState,
@@ -273,6 +273,7 @@ impl Machine {
         let (node, plan) = (&self.facts.node, &self.facts.objects.plan);
         self.reach.set_peers(self.decided.carriers.peers(node, plan));
         self.actions.push_back(Action::KeepLease(round.connected && self.facts.is_named()));
+        self.outcome.troubles = troubles::shown(std::mem::take(&mut self.outcome.troubles));
         self.outcome.errors.extend(self.outcome.troubles.iter().map(|trouble| {
             let pod = trouble.pod.as_ref().map(|pod| format!(", pod {}/{}", pod.namespace, pod.name));
             format!("policy {}{}: {}", trouble.policy, pod.unwrap_or_default(), trouble.message)

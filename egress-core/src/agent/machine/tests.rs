@@ -478,6 +478,33 @@ fn connections_are_opened_again_once_the_tables_avoid_their_gateway() {
 }
 
 #[test]
+fn a_status_that_cannot_be_written_is_tried_ever_less_often() {
+    let ms = Duration::from_millis;
+    let mut shell = Shell::new(&FactsFixture::new());
+    shell.fails.insert("WriteStatus");
+    shell.machine.handle_start(shell.now);
+    let mut attempts = |until: u64, fails: bool| {
+        let mut attempts = Vec::new();
+        while shell.now < ms(until) {
+            shell.machine.handle_timeout(shell.now);
+            if shell.run().iter().any(|name| name == "WriteStatus") {
+                attempts.push(shell.now.as_millis());
+                match fails {
+                    true => shell.machine.handle_status_failed(shell.now),
+                    false => shell.machine.handle_status(true),
+                }
+            }
+            shell.now = shell.machine.next_wake().max(shell.now + ms(1));
+        }
+        attempts
+    };
+    assert_eq!(attempts(20_000, true), [0, 200, 600, 1_400, 3_000, 6_200, 11_200, 16_200]);
+    attempts(22_000, false);
+    let pauses = attempts(23_000, true);
+    assert!(pauses.windows(2).all(|two| two[1] - two[0] <= 400), "{pauses:?}");
+}
+
+#[test]
 fn what_was_left_out_of_the_tables_is_tried_once_more_at_once() {
     let mut shell = Shell::new(&FactsFixture::new());
     let overflow = Overflow { table: Table::Policies, wanted: 2, capacity: 1 };

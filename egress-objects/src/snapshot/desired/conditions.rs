@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
-use crate::api::{PoolUsage, SlotStatus};
+use crate::api::{PoolUsage, SlotStatus, shorten};
 use crate::translate::Problem;
 use egress_core::{
     model::NodeName,
@@ -22,9 +22,6 @@ pub const PROGRAMMED: &str = "Programmed";
 const PROGRAMMING: &str = "Programming";
 /// How many nodes are named.
 const SHOWN_NODES: usize = 3;
-
-/// The longest message that an API server accepts.
-const LONGEST_MESSAGE: usize = 32_768;
 
 /// Makes the conditions of one object.
 pub struct ConditionWriter<'a> {
@@ -47,7 +44,7 @@ impl<'a> ConditionWriter<'a> {
             type_: kind.to_owned(),
             status: status.to_owned(),
             reason: reason.to_owned(),
-            message: shorten(message, LONGEST_MESSAGE),
+            message: shorten(message),
             observed_generation: self.generation,
             last_transition_time: before.map_or_else(|| self.now.clone(), |before| before.last_transition_time.clone()),
         });
@@ -77,8 +74,7 @@ impl<'a> ConditionWriter<'a> {
             None => {
                 let invalid = Reason::Invalid.as_str();
                 let dropped = outcome.map_or("", |_| "; until then, it drops packets of pods that it selects");
-                let message = format!("{}{dropped}", shorten(sentences(problems), LONGEST_MESSAGE - dropped.len()));
-                self.add(ConditionKind::Ready.as_str(), false, invalid, message);
+                self.add(ConditionKind::Ready.as_str(), false, invalid, sentences(problems) + dropped);
                 let others = [ConditionKind::Degraded.as_str(), ConditionKind::Conflicting.as_str(), PROGRAMMED];
                 for kind in others {
                     self.add(kind, false, invalid, "the policy is not carried out".into());
@@ -186,12 +182,4 @@ fn waiting(behind: &BTreeSet<NodeName>) -> String {
 fn sentences(problems: &[&Problem]) -> String {
     let sentence = |problem: &&Problem| format!("{}: {}: {}", problem.field, problem.message, problem.remedy);
     problems.iter().map(sentence).collect::<Vec<_>>().join("; ")
-}
-
-fn shorten(mut message: String, longest: usize) -> String {
-    if message.len() > longest {
-        message.truncate(message.floor_char_boundary(longest - 4));
-        message.push_str(" ...");
-    }
-    message
 }
