@@ -52,10 +52,33 @@ pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> Classes {
     .collect()
 }
 
-/// The interfaces of pods by the addresses behind them: where a route leads, or else where the kernel has `found` them.
-pub fn interfaces(links: &LinkTable, roles: &Roles, found: BTreeMap<IpAddr, u32>) -> BTreeMap<IpAddr, u32> {
-    let routed = links.host_routes.iter().map(|(ip, index)| (*ip, *index));
-    found.into_iter().chain(routed).filter(|(_, index)| roles.pods.contains(index)).collect()
+/// The interfaces of pods by the addresses behind them: where a route leads, or else where the kernel has `found` them. An address that is
+/// behind several stays where it was `before`, or is behind none: a pod may have taken the address of another one. Those are returned, too.
+pub fn interfaces(
+    links: &LinkTable,
+    roles: &Roles,
+    found: &BTreeMap<IpAddr, BTreeSet<u32>>,
+    before: &BTreeMap<EndpointId, EndpointView>,
+) -> (BTreeMap<IpAddr, u32>, BTreeMap<IpAddr, BTreeSet<u32>>) {
+    let mut interfaces = BTreeMap::new();
+    let mut claimed = BTreeMap::new();
+    let routed = links.host_routes.iter().filter(|(_, index)| roles.pods.contains(index));
+    let routed: BTreeMap<IpAddr, u32> = routed.map(|(ip, index)| (*ip, *index)).collect();
+    for (ip, found) in found.iter().filter(|(ip, _)| !routed.contains_key(*ip)) {
+        let pods: BTreeSet<u32> = found.intersection(&roles.pods).copied().collect();
+        let one = match pods.len() {
+            0 | 1 => pods.first().copied(),
+            _ => {
+                let had =
+                    before.values().find_map(|pod| pod.interfaces.get(ip)).filter(|had| pods.contains(had)).copied();
+                claimed.insert(*ip, pods);
+                had
+            }
+        };
+        interfaces.extend(one.map(|index| (*ip, index)));
+    }
+    interfaces.extend(routed);
+    (interfaces, claimed)
 }
 
 /// The egress IPs of the policies that select pods of this node.

@@ -161,7 +161,7 @@ impl FactsFixture {
             objects: Arc::new(Objects { snapshot, plan, partial, ..Objects::default() }),
             links: Arc::new(self.links.clone()),
             roles: self.roles.clone(),
-            interfaces: interfaces(&self.links, &self.roles, BTreeMap::new()),
+            interfaces: interfaces(&self.links, &self.roles, &BTreeMap::new(), &BTreeMap::new()).0,
             probes: self.probes.clone(),
             known: self.known.clone(),
             able: self.able,
@@ -260,7 +260,7 @@ fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_se
     let mut effective = Effective::default();
     let mut takes_over = |usable: bool, unanswered: bool, now: u64| {
         let slot = SlotView { address: ip(OWNED[0].0), weight: 1, usable };
-        let served = PolicyView { flags: 0, slots: vec![slot], assignments: BTreeMap::new() };
+        let served = PolicyView { slots: vec![slot], ..PolicyView::default() };
         let policies = [(id.clone(), (&world.snapshot.policies[&id], served))].into();
         let none = BTreeSet::new();
         effective.update(&policies, if unanswered { &all } else { &none }, Duration::from_secs(now));

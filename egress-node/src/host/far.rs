@@ -17,6 +17,9 @@ use tokio::task::JoinSet;
 use super::decode;
 use egress_core::network::links::{Link, LinkTable};
 
+/// No more addresses of one link are read: a pod that may change its own interface could give it millions.
+const MOST_ADDRESSES: usize = 64;
+
 /// What was found at the far ends.
 #[derive(Debug)]
 pub struct FarEnds {
@@ -36,13 +39,22 @@ impl FarEnds {
         Ok(FarEnds { handle, _connection: task, known: BTreeMap::new() })
     }
 
-    /// Looks for the addresses in `wanted` behind the links in `among`, unless they were found already. `anew`: even behind
-    /// links where others were found.
+    /// Begins a new connection: the one before it still receives an answer.
+    fn reopen(&mut self) {
+        match Self::open() {
+            Ok(fresh) => *self = Self { known: std::mem::take(&mut self.known), ..fresh },
+            Err(error) => tracing::error!("netlink: {error}"),
+        }
+    }
+
+    /// Looks for the addresses in `wanted` behind the links in `among` where none was found before: each of them, since an address may be
+    /// behind another link as well. `anew`: behind the others, too, if any is not known.
     pub async fn find(&mut self, wanted: &BTreeSet<IpAddr>, links: &LinkTable, among: &BTreeSet<u32>, anew: bool) {
         self.known.retain(|index, _| among.contains(index));
-        if wanted.is_subset(&self.known.values().flatten().copied().collect()) {
+        if wanted.is_empty() {
             return;
         }
+        let anew = anew && !wanted.is_subset(&self.known.values().flatten().copied().collect());
         for link in among.iter().filter_map(|index| links.links.get(index)) {
             let known = self.known.get(&link.index).is_some_and(|known| !known.is_empty());
             if anew || !known {
@@ -52,15 +64,21 @@ impl FarEnds {
         }
     }
 
-    /// The interface that each address was found behind.
-    pub fn interfaces(&self) -> BTreeMap<IpAddr, u32> {
-        self.known.iter().flat_map(|(index, found)| found.iter().map(|ip| (*ip, *index))).collect()
+    /// The interfaces that each address was found behind. There may be several: a pod that may change its own interface can give it the
+    /// address of another one.
+    pub fn interfaces(&self) -> BTreeMap<IpAddr, BTreeSet<u32>> {
+        let mut interfaces: BTreeMap<IpAddr, BTreeSet<u32>> = BTreeMap::new();
+        for (index, found) in &self.known {
+            found.iter().for_each(|ip| drop(interfaces.entry(*ip).or_default().insert(*index)));
+        }
+        interfaces
     }
 
     /// The addresses at the far end of a link; none if they cannot be read.
-    async fn ask(&self, link: &Link) -> BTreeSet<IpAddr> {
+    async fn ask(&mut self, link: &Link) -> BTreeSet<IpAddr> {
         let (Some(netns), Some(peer)) = (link.peer_netns, link.peer) else { return BTreeSet::new() };
         let mut message = AddressMessage::default();
+        message.header.index = peer;
         message.attributes.push(AddressAttribute::TargetNetNsId(netns));
         let mut request = NetlinkMessage::from(RouteNetlinkMessage::GetAddress(message));
         request.header.flags = NLM_F_REQUEST | NLM_F_DUMP;
@@ -74,9 +92,80 @@ impl FarEnds {
             {
                 found.insert(net.addr());
             }
+            if found.len() == MOST_ADDRESSES {
+                tracing::warn!("no more than {MOST_ADDRESSES} addresses at the far end of {} are read", link.name);
+                self.reopen();
+                break;
+            }
         }
         // Addresses that every interface has do not identify the pod.
         found.retain(|ip| !matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local()));
         found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::links::{Links, LinksOptions};
+    use crate::host::testing::{Net, NetNs, in_netns};
+
+    async fn found(far: &mut FarEnds, wanted: &[&str], among: &[u32], anew: bool) -> BTreeMap<IpAddr, BTreeSet<u32>> {
+        let links = Links::follow(LinksOptions::default()).await.unwrap().current();
+        let wanted = wanted.iter().map(|ip| ip.parse().unwrap()).collect();
+        far.find(&wanted, &links, &among.iter().copied().collect(), anew).await;
+        far.interfaces()
+    }
+
+    #[test]
+    fn an_address_is_found_behind_all_links_that_have_it() {
+        in_netns("an_address_is_found_behind_all_links_that_have_it", async || {
+            let (net, pods) = (Net::here(), [NetNs::create(), NetNs::create()]);
+            let mut indices = Vec::new();
+            for (name, pod) in ["veth0", "veth1"].into_iter().zip(&pods) {
+                net.veth_into(name, pod, "eth0").await;
+                indices.push(net.index(name).await);
+            }
+            let add =
+                |pod: &NetNs, address: &'static str| pod.run(|| async { Net::here().address("eth0", address).await });
+            let ip: IpAddr = "10.0.0.1".parse().unwrap();
+            let mut far = FarEnds::open().unwrap();
+            add(&pods[0], "10.0.0.1/24");
+            assert_eq!(found(&mut far, &["10.0.0.1"], &indices, false).await, [(ip, [indices[0]].into())].into());
+            // The link was empty when it was asked for the first time.
+            add(&pods[1], "10.0.0.1/24");
+            assert_eq!(found(&mut far, &["10.0.0.1"], &indices, false).await[&ip], indices.iter().copied().collect());
+            add(&pods[1], "10.0.0.2/24");
+            let other: IpAddr = "10.0.0.2".parse().unwrap();
+            assert!(
+                !found(&mut far, &["10.0.0.2"], &indices, false).await.contains_key(&other),
+                "it was asked already"
+            );
+            assert_eq!(found(&mut far, &["10.0.0.2"], &indices, true).await[&other], [indices[1]].into());
+        });
+    }
+
+    #[test]
+    fn a_link_with_very_many_addresses_does_not_hide_others() {
+        in_netns("a_link_with_very_many_addresses_does_not_hide_others", async || {
+            let (net, pods) = (Net::here(), [NetNs::create(), NetNs::create()]);
+            let mut indices = Vec::new();
+            for (name, pod) in ["veth0", "veth1"].into_iter().zip(&pods) {
+                net.veth_into(name, pod, "eth0").await;
+                indices.push(net.index(name).await);
+            }
+            pods[0].run(|| async {
+                let net = Net::here();
+                for i in 0..1_000u16 {
+                    let [high, low] = i.to_be_bytes();
+                    net.address("eth0", &format!("10.1.{high}.{low}/32")).await;
+                }
+            });
+            pods[1].run(|| async { Net::here().address("eth0", "10.0.0.1/24").await });
+            let mut far = FarEnds::open().unwrap();
+            let found = found(&mut far, &["10.0.0.1"], &indices, false).await;
+            let ip: IpAddr = "10.0.0.1".parse().unwrap();
+            assert_eq!((found.len(), &found[&ip]), (MOST_ADDRESSES + 1, &[indices[1]].into()));
+        });
     }
 }

@@ -114,8 +114,22 @@ impl Machine {
     }
 
     /// Where the kernel has found addresses of pods.
-    pub fn handle_interfaces(&mut self, found: BTreeMap<IpAddr, u32>) {
-        self.facts.interfaces = view::interfaces(&self.facts.links, &self.facts.roles, found);
+    pub fn handle_interfaces(&mut self, found: BTreeMap<IpAddr, BTreeSet<u32>>) {
+        let facts = &mut self.facts;
+        let (interfaces, mut claimed) = view::interfaces(&facts.links, &facts.roles, &found, &self.endpoints);
+        facts.interfaces = interfaces;
+        let pods = facts.objects.snapshot.endpoints.values().filter(|pod| pod.node == facts.node);
+        let known: BTreeSet<&IpAddr> = pods.flat_map(|pod| &pod.ips).collect();
+        claimed.retain(|ip, _| known.contains(ip));
+        if let Some((ip, several)) = claimed.first_key_value() {
+            let names = several.iter().filter_map(|index| Some(facts.links.links.get(index)?.name.as_str()));
+            self.outcome.errors.push(format!(
+                "{} addresses of pods are behind several interfaces, {ip} behind {}: find the pod that has given itself the address of another \
+                 one, and take CAP_NET_ADMIN from it; only an interface that an address was behind before counts",
+                claimed.len(),
+                names.collect::<Vec<_>>().join(" and ")
+            ));
+        }
     }
 
     fn see_who_is_late(&mut self, round: &mut Round) -> Step {

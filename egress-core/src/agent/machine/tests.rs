@@ -505,6 +505,32 @@ fn a_status_that_cannot_be_written_is_tried_ever_less_often() {
 }
 
 #[test]
+fn an_address_that_another_pod_has_taken_as_well_stays_where_it_was() {
+    let (mine, other, address) = (31, 32, ip("10.1.0.7"));
+    let mut world = FactsFixture::new();
+    for index in [mine, other] {
+        let link = Link { kind: LinkKind::Veth, peer_netns: Some(1), ..link(index, &format!("veth{index}")) };
+        world.links.links.insert(index, link);
+    }
+    world.add(pod("victim", &["10.1.0.7"]));
+    let place = |left: &BTreeMap<EndpointId, EndpointView>| {
+        let mut shell = Shell::after(&world, Left { endpoints: left.clone(), ..Left::default() });
+        shell.machine.handle_interfaces([(address, [mine, other].into())].into());
+        let machine = shell.machine;
+        (machine.facts().interfaces.get(&address).copied(), machine.outcome().errors.clone())
+    };
+    let (interface, told) = place(&BTreeMap::new());
+    assert_eq!(interface, None, "either may be the pod");
+    assert!(told.iter().any(|error| error.contains("10.1.0.7 behind veth31 and veth32")), "{told:?}");
+    let id = pod("victim", &[]).id;
+    let left = |index: u32| EndpointView { interfaces: [(address, index)].into(), ..EndpointView::default() };
+    for index in [mine, other] {
+        assert_eq!(place(&[(id.clone(), left(index))].into()).0, Some(index));
+    }
+    assert_eq!(place(&[(id, left(POD))].into()).0, None);
+}
+
+#[test]
 fn what_was_left_out_of_the_tables_is_tried_once_more_at_once() {
     let mut shell = Shell::new(&FactsFixture::new());
     let overflow = Overflow { table: Table::Policies, wanted: 2, capacity: 1 };
