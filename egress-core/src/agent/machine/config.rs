@@ -17,8 +17,8 @@ const HEADERS: [u32; 2] = [40, 60];
 const MIN_MSS: u32 = 536;
 
 impl Machine {
-    /// The record; with `hold`, packets that no program has seen are held.
-    pub(super) fn config(&self, hold: bool) -> DatapathConfig {
+    /// The record; with `hold`, packets that no program has seen are held, and if `limited`, the shaper is used.
+    pub(super) fn config(&self, hold: bool, limited: bool) -> DatapathConfig {
         let own = self.tunnel_addresses();
         let room = self.room(&own);
         let mss = |family: usize| room.saturating_sub(HEADERS[family]).max(MIN_MSS);
@@ -36,7 +36,7 @@ impl Machine {
             room,
             own_v4: v4.unwrap_or([0]),
             own_v6: v6.unwrap_or([0; 4]),
-            shaper_ifindex: self.shaper.map_or(0, |ends| ends.near),
+            shaper_ifindex: self.shaper.filter(|_| limited).map_or(0, |ends| ends.near),
             ..self.settings.config
         }
     }

@@ -4,6 +4,7 @@
 //!   holding.
 //! - Writes to the tables add before they delete. Egress IPs are announced, advertised and reported after the write, never without
 //!   it.
+//! - The shaper is there before the tables lead packets into it, and is removed after they have stopped.
 //! - Errors are reported at the end, so that none is missing.
 
 use super::{Action, Machine, RESYNC_AT_LEAST, RESYNC_SHARE, RoundOutcome, ShaperEnds, peers};
@@ -47,6 +48,8 @@ pub(super) struct Round {
     /// The node's ability to carry egress IPs has changed.
     turned: bool,
     limits: BTreeMap<IpAddr, [Bandwidth; 2]>,
+    /// There are any.
+    limited: bool,
     view: Box<NodeView>,
     peers: BTreeMap<NodeName, Peer>,
     routes: BTreeMap<IpAddr, Result<Route, String>>,
@@ -195,7 +198,10 @@ impl Machine {
             self.gateways.heard(dead).into_iter().for_each(|heard| self.takeovers.begin(ip, heard));
         }
         round.limits = view::limits(snapshot, plan, &decided.carriers);
-        self.actions.push_back(Action::MakeShaper(!round.limits.is_empty()));
+        round.limited = !round.limits.is_empty();
+        if round.limited {
+            self.actions.push_back(Action::MakeShaper(true));
+        }
         Step::Describe
     }
 
@@ -205,7 +211,7 @@ impl Machine {
     }
 
     fn describe(&mut self, round: &mut Round) -> Step {
-        let config = self.config(round.hold);
+        let config = self.config(round.hold, round.limited);
         *round.view = view::view(&self.facts, &self.decided, config, &mut self.effective);
         self.endpoints.clone_from(&round.view.endpoints);
         round.peers = peers::peers(&self.facts, &round.view, &self.watched());
@@ -271,6 +277,9 @@ impl Machine {
 
     fn end(&mut self, round: Round) {
         self.announce(round.written);
+        if round.written && !round.limited {
+            self.actions.push_back(Action::MakeShaper(false));
+        }
         let facts = &self.facts;
         // A gateway forwards, and so does a node whose stack sees the first packets of flows.
         if facts.may_be_gateway() || self.settings.config.flags & flags::RESPECT_FIREWALL != 0 {

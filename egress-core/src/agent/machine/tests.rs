@@ -12,7 +12,7 @@ use crate::{
         fit::Refused,
         tables::{Overflow, Table},
     },
-    model::{Endpoint, EndpointId, PolicyId, PolicyKind, Transport},
+    model::{Bandwidth, Endpoint, EndpointId, PolicyId, PolicyKind, Transport},
     network::{
         Route,
         links::{Link, LinkKind},
@@ -97,7 +97,7 @@ impl Shell {
             Action::FindInterfaces(_) => machine.handle_interfaces(BTreeMap::new()),
             Action::SeeIfCovered => machine.handle_covered(),
             Action::MakeStackPath { .. } => machine.handle_stack_path(),
-            Action::MakeShaper(_) => machine.handle_shaper(None),
+            Action::MakeShaper(wanted) => machine.handle_shaper(wanted.then_some(ShaperEnds { near: 20, far: 21 })),
             Action::FindRoutes(to) => {
                 let route = Route { oif: 1, gateway: None, mtu: None, encapsulated: false };
                 machine.handle_routes(to.into_iter().map(|to| (to, Ok(route.clone()))).collect());
@@ -182,11 +182,11 @@ fn a_round_writes_before_it_announces_and_tells_at_the_end() {
     let order = [
         "FindInterfaces",
         "MakeStackPath",
-        "MakeShaper",
         "Attach",
         "FindRoutes",
         "Write",
         "Advertise",
+        "MakeShaper",
         "Forward",
         "Heartbeat",
         "Announce",
@@ -528,6 +528,36 @@ fn an_address_that_another_pod_has_taken_as_well_stays_where_it_was() {
         assert_eq!(place(&[(id.clone(), left(index))].into()).0, Some(index));
     }
     assert_eq!(place(&[(id, left(POD))].into()).0, None);
+}
+
+#[test]
+fn the_shaper_exists_for_as_long_as_the_tables_lead_packets_into_it() {
+    let mut world = FactsFixture::new();
+    let mut shell = Shell::new(&world);
+    let steps = |shell: &Shell| -> Vec<String> {
+        let step = |(_, action): &(String, Action)| match action {
+            Action::MakeShaper(wanted) => Some(format!("make {wanted}")),
+            Action::Attach { shaper, .. } => Some(format!("attach {}", shaper.unwrap_or(0))),
+            Action::Write { view, .. } => Some(format!("write {}", view.config.unwrap().shaper_ifindex)),
+            _ => None,
+        };
+        shell.done.iter().filter_map(step).collect()
+    };
+    shell.run();
+    assert_eq!(steps(&shell), ["attach 0", "write 0", "make false"]);
+    let limit = Bandwidth { rate_bps: 1_000_000, burst_bytes: 10_000 };
+    let limited =
+        |world: &mut FactsFixture, limit| world.snapshot.policies.values_mut().for_each(|p| p.bandwidth = limit);
+    limited(&mut world, Some(limit));
+    shell.round(&world);
+    assert_eq!(steps(&shell), ["make true", "attach 21", "write 20"]);
+    limited(&mut world, None);
+    shell.fails.insert("Write");
+    shell.round(&world);
+    assert_eq!(steps(&shell), ["attach 21", "write 0"], "the tables still use it");
+    shell.fails.clear();
+    shell.round(&world);
+    assert_eq!(steps(&shell), ["attach 21", "write 0", "make false"]);
 }
 
 #[test]
