@@ -129,6 +129,13 @@ impl LinkTable {
         self.links.values().find(|link| link.name == name)
     }
 
+    /// Whether some route may have changed since `before`, and nothing else has.
+    pub fn differs_in_routes_only(&self, before: &LinkTable) -> bool {
+        let LinkTable { links, default_routes, host_routes, route_changes } = self;
+        *route_changes != before.route_changes
+            && (links, default_routes, host_routes) == (&before.links, &before.default_routes, &before.host_routes)
+    }
+
     /// The link that carries the address.
     pub fn by_address(&self, address: IpAddr) -> Option<&Link> {
         self.links.values().find(|link| link.addresses.iter().any(|net| net.addr() == address))

@@ -14,6 +14,8 @@ use std::{
 
 /// How often everything is announced although nothing has changed, so that neighbours forget a stranger's claim.
 const REMIND: Duration = Duration::from_secs(10);
+/// The least time between two requests for the next hop of an address, unless it is announced.
+const ASK: Duration = Duration::from_secs(1);
 /// How long a claim waits for its answer: probes and objects may still show that it is another carrier's turn.
 const HEAR: Duration = Duration::from_millis(300);
 /// The least time between two answers to claims of others (RFC 5227, section 2.4, lets hosts defend their address).
@@ -31,6 +33,8 @@ pub struct Owned {
     reminder: Duration,
     /// When each address was defended last.
     defended: BTreeMap<IpAddr, Duration>,
+    /// When the next hop of each address was asked for last.
+    asked: BTreeMap<IpAddr, Duration>,
 }
 
 impl Owned {
@@ -45,6 +49,7 @@ impl Owned {
             groups: Groups::default(),
             reminder: REMIND,
             defended: BTreeMap::new(),
+            asked: BTreeMap::new(),
         })
     }
 
@@ -71,6 +76,7 @@ impl Owned {
             );
         }
         self.defended.retain(|a, _| wanted.contains_key(a));
+        self.asked.retain(|a, _| wanted.contains_key(a));
         let interfaces: BTreeSet<u32> = wanted.values().map(|place| place.interface).collect();
         self.listeners.retain(|i, _| interfaces.contains(i));
         for interface in interfaces {
@@ -109,12 +115,16 @@ impl Owned {
         }
     }
 
-    /// Sends neighbour requests to the next hops of all subnets. The programs read the answers.
-    pub fn ask_all(&self) {
-        self.places.keys().for_each(|address| self.ask(*address));
+    /// Sends neighbour requests to the next hops of all subnets that were not asked for lately. The programs read the answers.
+    pub fn ask_all(&mut self) {
+        let now = self.now();
+        let is_due = |address: &IpAddr| self.asked.get(address).is_none_or(|last| now >= *last + ASK);
+        let due: Vec<IpAddr> = self.places.keys().copied().filter(is_due).collect();
+        due.into_iter().for_each(|address| self.ask(address));
     }
 
-    fn ask(&self, address: IpAddr) {
+    fn ask(&mut self, address: IpAddr) {
+        self.asked.insert(address, self.now());
         if let Some(place) = self.places.get(&address)
             && let Some(subnet) = place.subnet
             && let Err(e) = self.announcer.ask(place.interface, place.mac, address, subnet.gateway, subnet.vlan)

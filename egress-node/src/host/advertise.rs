@@ -4,13 +4,18 @@
 use std::{
     collections::BTreeSet,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    pin::pin,
 };
 
 use futures::TryStreamExt;
 use rtnetlink::{
     Handle, RouteMessageBuilder,
-    packet_route::route::{RouteAttribute, RouteMessage, RouteProtocol, RouteType},
+    packet_route::{
+        AddressFamily,
+        route::{RouteAttribute, RouteMessage, RouteProtocol, RouteType},
+    },
 };
+use tokio::task::JoinSet;
 
 use super::{decode, netlink::errno};
 
@@ -40,9 +45,9 @@ pub struct Advertised {
 }
 
 impl Advertised {
-    /// Reads the kernel's table the next time.
+    /// Reads the kernel's table the next time, if there should be anything in it.
     pub fn look_again(&mut self) {
-        self.there = None;
+        self.there = self.there.take().filter(BTreeSet::is_empty);
     }
 
     /// Makes the routes to these addresses, and removes all our others.
@@ -52,7 +57,7 @@ impl Advertised {
         }
         self.there = None;
         let mut there = BTreeSet::new();
-        for (ip, message) in routes(handle).await? {
+        for (ip, message) in routes().await? {
             match wanted.contains(&ip) {
                 true => drop(there.insert(ip)),
                 false => delete(handle, message).await?,
@@ -68,8 +73,8 @@ impl Advertised {
 }
 
 /// Our routes, a line each.
-pub async fn inventory(handle: &Handle) -> Result<Vec<String>, AdvertiseError> {
-    Ok(routes(handle).await?.into_iter().map(|(ip, _)| format!("route to {ip} in table {TABLE}, blackhole")).collect())
+pub async fn inventory() -> Result<Vec<String>, AdvertiseError> {
+    Ok(routes().await?.into_iter().map(|(ip, _)| format!("route to {ip} in table {TABLE}, blackhole")).collect())
 }
 
 /// Removes our routes.
@@ -92,13 +97,29 @@ fn route(ip: IpAddr) -> RouteMessage {
     builder.destination_prefix(ip, length as u8).unwrap_or_else(|_| RouteMessageBuilder::<IpAddr>::new()).build()
 }
 
-/// Our routes in both families.
-async fn routes(handle: &Handle) -> Result<Vec<(IpAddr, RouteMessage)>, AdvertiseError> {
+/// Our routes in both families. The connection belongs to the network namespace that the calling thread is in.
+async fn routes() -> Result<Vec<(IpAddr, RouteMessage)>, AdvertiseError> {
+    let failed = |error: std::io::Error| AdvertiseError { action: "read", message: error.to_string() };
+    // With strict checks the kernel returns what the request describes. Others may have a million routes.
+    let (connection, handle, _) = rtnetlink::new_connection_with_strict_check().map_err(failed)?;
+    let mut task = JoinSet::new();
+    task.spawn(connection);
     let mut found = Vec::new();
-    for all in [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()] {
-        let all = handle.route().get(all).execute().try_collect::<Vec<_>>().await;
-        let all = all.map_err(AdvertiseError::new("read"))?;
-        found.extend(all.into_iter().filter_map(|message| Some((decode(&message)?, message))));
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut ours = RouteMessage::default();
+        ours.header.address_family = family;
+        ours.header.protocol = PROTOCOL;
+        ours.attributes.push(RouteAttribute::Table(TABLE));
+        let mut answers = pin!(handle.route().get(ours).execute());
+        loop {
+            match answers.try_next().await {
+                Ok(Some(message)) => found.extend(decode(&message).map(|ip| (ip, message))),
+                // There is no such table.
+                Err(error) if errno(&error) == libc::ENOENT => break,
+                Err(error) => return Err(AdvertiseError::new("read")(error)),
+                Ok(None) => break,
+            }
+        }
     }
     Ok(found)
 }
@@ -133,20 +154,26 @@ mod tests {
             let foreign = foreign.destination_prefix("203.0.113.9".parse().unwrap(), 32).unwrap().build();
             net.handle.route().add(foreign).execute().await.unwrap();
             let mut advertised = Advertised::default();
+            assert!(inventory().await.unwrap().is_empty(), "no table for IPv6 at all");
             advertised.set(&net.handle, &ips(&["203.0.113.1", "203.0.113.2", "2001:db8::1"])).await.unwrap();
-            let listed = inventory(&net.handle).await.unwrap();
+            let listed = inventory().await.unwrap();
             assert_eq!(listed.len(), 3, "{listed:?}");
             assert!(listed.contains(&"route to 2001:db8::1 in table 83, blackhole".to_owned()), "{listed:?}");
             // Another agent, which knows nothing of them.
             Advertised::default().set(&net.handle, &ips(&["203.0.113.2", "203.0.113.3"])).await.unwrap();
             let expected = ["203.0.113.2", "203.0.113.3"].map(|ip| format!("route to {ip} in table 83, blackhole"));
-            assert_eq!(inventory(&net.handle).await.unwrap(), expected);
+            assert_eq!(inventory().await.unwrap(), expected);
             // Removed by somebody: noticed at the next read.
             remove(&net.handle).await.unwrap();
-            assert!(inventory(&net.handle).await.unwrap().is_empty());
+            assert!(inventory().await.unwrap().is_empty());
             advertised.look_again();
             advertised.set(&net.handle, &ips(&["203.0.113.1"])).await.unwrap();
-            assert_eq!(inventory(&net.handle).await.unwrap().len(), 1);
+            assert_eq!(inventory().await.unwrap().len(), 1);
+            // Where nothing is advertised, nothing is read.
+            let mut idle = Advertised { there: Some(BTreeSet::new()) };
+            idle.look_again();
+            idle.set(&net.handle, &BTreeSet::new()).await.unwrap();
+            assert_eq!(inventory().await.unwrap().len(), 1);
             let all = net.handle.route().get(RouteMessageBuilder::<Ipv4Addr>::new().build()).execute();
             let all: Vec<RouteMessage> = all.try_collect().await.unwrap();
             assert_eq!(all.iter().filter(|route| table(route) == TABLE).count(), 2, "the foreign one stays");

@@ -75,7 +75,7 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     let settings = sysctls.changed().iter();
     let settings = settings.map(|(key, changed)| Artifact::Sysctl { key: key.clone(), changed: changed.clone() });
     let mut rules = firewall::inventory(handle).await?;
-    rules.extend(advertise::inventory(handle).await?);
+    rules.extend(advertise::inventory().await?);
     let rules = rules.into_iter().map(Artifact::Rule);
     // A device with the name that somebody else made is not listed.
     let shaper = shaper::find(handle).await.ok().flatten().map(|ends| Artifact::Shaper { ends });

@@ -159,20 +159,21 @@ impl Follower {
     async fn resync(&mut self) -> Result<(), LinksError> {
         let mut state = self.state.anew();
         let mut ignored = Stale::default();
-        for message in self.dump("links", RouteNetlinkMessage::GetLink(link_request(0))).await? {
-            if let RouteNetlinkMessage::NewLink(message) = message
-                && let Some(link) = decode::link(&message)
-            {
-                state.apply(LinkChange::Link(link), &mut ignored);
-            }
-        }
-        for message in self.dump("addresses", RouteNetlinkMessage::GetAddress(AddressMessage::default())).await? {
-            if let RouteNetlinkMessage::NewAddress(message) = message
-                && let Some((index, net, true)) = decode::address(&message)
-            {
-                state.apply(LinkChange::Address(index, net), &mut ignored);
-            }
-        }
+        let link = |message| match message {
+            RouteNetlinkMessage::NewLink(message) => decode::link(&message).map(LinkChange::Link),
+            _ => None,
+        };
+        let address = |message| match message {
+            RouteNetlinkMessage::NewAddress(message) => match decode::address(&message)? {
+                (index, net, true) => Some(LinkChange::Address(index, net)),
+                _ => None,
+            },
+            _ => None,
+        };
+        let mut all = self.dump("links", RouteNetlinkMessage::GetLink(link_request(0)), link).await?;
+        let addresses = RouteNetlinkMessage::GetAddress(AddressMessage::default());
+        all.extend(self.dump("addresses", addresses, address).await?);
+        all.into_iter().for_each(|change| state.apply(change, &mut ignored));
         self.state = state;
         self.read_routes().await
     }
@@ -182,11 +183,15 @@ impl Follower {
         for family in [AddressFamily::Inet, AddressFamily::Inet6] {
             let mut request = RouteMessage::default();
             request.header.address_family = family;
-            for message in self.dump("routes", RouteNetlinkMessage::GetRoute(request)).await? {
-                if let RouteNetlinkMessage::NewRoute(message) = message {
-                    routes.extend(decode::default_routes(&message));
-                    hosts.extend(decode::host_route(&message));
-                }
+            // Of a million routes, few are of interest.
+            let route = |message| {
+                let RouteNetlinkMessage::NewRoute(message) = message else { return None };
+                let (defaults, host) = (decode::default_routes(&message), decode::host_route(&message));
+                (!defaults.is_empty() || host.is_some()).then_some((defaults, host))
+            };
+            for (defaults, host) in self.dump("routes", RouteNetlinkMessage::GetRoute(request), route).await? {
+                routes.extend(defaults);
+                hosts.extend(host);
             }
         }
         self.state.default_routes = routes;
@@ -215,11 +220,13 @@ impl Follower {
         Ok(())
     }
 
-    async fn dump(
+    /// Asks for everything of one sort. Only what `take` makes of each message stays in memory.
+    async fn dump<T>(
         &mut self,
         what: &'static str,
         request: RouteNetlinkMessage,
-    ) -> Result<Vec<RouteNetlinkMessage>, LinksError> {
+        take: impl Fn(RouteNetlinkMessage) -> Option<T>,
+    ) -> Result<Vec<T>, LinksError> {
         let mut found = Vec::new();
         for _ in 0..DUMP_ATTEMPTS {
             found.clear();
@@ -231,7 +238,7 @@ impl Follower {
             while let Some(answer) = answers.next().await {
                 disturbed |= answer.header.flags & NLM_F_DUMP_INTR != 0;
                 match answer.payload {
-                    NetlinkPayload::InnerMessage(message) => found.push(message),
+                    NetlinkPayload::InnerMessage(message) => found.extend(take(message)),
                     NetlinkPayload::Done(_) => complete = true,
                     NetlinkPayload::Error(error) => return Err(failed(what, error)),
                     _ => {}

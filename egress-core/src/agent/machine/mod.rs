@@ -54,6 +54,8 @@ const RESYNC_AT_LEAST: Duration = Duration::from_secs(30);
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// The same if it cannot be written: the time doubles with each attempt, up to this.
 const STATUS_AT_LEAST: Duration = Duration::from_secs(5);
+/// How often changes of routes alone are looked at: a BGP speaker may have thousands a second, and few concern the node.
+const ROUTES_EVERY: Duration = Duration::from_secs(1);
 /// How often the programs' counters are read.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The same while a gateway may be dying: probes that reach this node tell whether it is the one that is cut off.
@@ -99,6 +101,7 @@ struct Timers {
     /// The next count, if ports are getting scarce.
     count_at_once: Duration,
     status: Duration,
+    routes: Duration,
 }
 
 /// An agent: all that it knows and has decided.
@@ -131,6 +134,8 @@ pub struct Machine {
     told_until: Duration,
     timers: Timers,
     counting: bool,
+    /// Some route has changed.
+    routes_due: bool,
     status_due: bool,
     writing_status: bool,
     status_pause: Duration,
@@ -169,6 +174,7 @@ impl Machine {
             told_until: Duration::ZERO,
             timers: Timers::default(),
             counting: false,
+            routes_due: false,
             status_due: true,
             writing_status: false,
             status_pause: STATUS_EVERY,
@@ -190,7 +196,10 @@ impl Machine {
 
     /// The links are now these.
     pub fn handle_links(&mut self, links: Arc<LinkTable>) {
-        self.dirty |= !Arc::ptr_eq(&self.facts.links, &links);
+        match links.differs_in_routes_only(&self.facts.links) {
+            true => self.routes_due = true,
+            false => self.dirty |= !Arc::ptr_eq(&self.facts.links, &links),
+        }
         self.facts.links = links;
     }
 
@@ -304,6 +313,9 @@ impl Machine {
             self.counting = true;
             self.actions.push_back(Action::CountPorts(self.past.growth(now)));
         }
+        if self.routes_due && now >= self.timers.routes {
+            (self.routes_due, self.timers.routes, self.dirty) = (false, now + ROUTES_EVERY, true);
+        }
         if now >= self.timers.resync {
             self.timers.resync = now + RESYNC;
             self.actions.push_back(Action::LookAgain);
@@ -316,7 +328,9 @@ impl Machine {
         // While a count or a status write is in progress, its end wakes the agent.
         let status = (self.status_due && !self.writing_status).then_some(self.timers.status);
         let count = (!self.counting).then_some(self.timers.count);
-        let sometimes = [status, count, self.gateways.next(), self.decided.carriers.next()].into_iter().flatten();
+        let routes = self.routes_due.then_some(self.timers.routes);
+        let sometimes =
+            [status, count, routes, self.gateways.next(), self.decided.carriers.next()].into_iter().flatten();
         sometimes.fold(self.timers.resync.min(self.timers.look).min(self.heartbeats.next()), Duration::min)
     }
 

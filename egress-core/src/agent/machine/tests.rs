@@ -561,6 +561,28 @@ fn the_shaper_exists_for_as_long_as_the_tables_lead_packets_into_it() {
 }
 
 #[test]
+fn changes_of_routes_alone_lead_to_a_round_a_second() {
+    let ms = Duration::from_millis;
+    let mut shell = Shell::new(&FactsFixture::new());
+    let mut writes = Vec::new();
+    let mut links = (*shell.machine.facts().links).clone();
+    while shell.now < ms(4_000) {
+        // By then, nothing else happens.
+        links.route_changes += u64::from(shell.now >= ms(1_000));
+        if shell.now == ms(2_500) {
+            links.host_routes.insert(ip("10.1.0.9"), POD);
+        }
+        shell.machine.handle_links(Arc::new(links.clone()));
+        shell.machine.handle_timeout(shell.now);
+        writes.extend(shell.run().contains(&"Write".to_owned()).then_some(shell.now.as_millis()));
+        shell.now += ms(100);
+    }
+    writes.retain(|at| *at >= 1_000);
+    assert_eq!(writes, [1_000, 2_000, 2_500, 3_000]);
+    assert_eq!(shell.machine.facts().links.route_changes, 30, "they are known at once");
+}
+
+#[test]
 fn what_was_left_out_of_the_tables_is_tried_once_more_at_once() {
     let mut shell = Shell::new(&FactsFixture::new());
     let overflow = Overflow { table: Table::Policies, wanted: 2, capacity: 1 };
