@@ -1,8 +1,8 @@
 //! The agent's loop: feeds events to the machine and carries out what it decides.
 
 use super::{
-    aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, routes::Routes, settings::AgentSettings,
-    trace::Change,
+    aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, reopen, routes::Routes,
+    settings::AgentSettings, trace::Change,
 };
 use crate::{
     observe::state::AgentState,
@@ -114,6 +114,8 @@ pub struct Agent {
     /// A lease that is being released.
     pub(super) releasing: Aside<()>,
     pub(super) counting: Aside<count::Count>,
+    /// Egress IPs whose connections may have to be opened again.
+    pub(super) reopening: mpsc::UnboundedSender<BTreeMap<u32, u32>>,
     /// The flows of each account, as they were counted last.
     pub(super) account_flows: BTreeMap<u32, u64>,
     /// The status that is being written to the store.
@@ -158,6 +160,7 @@ impl Agent {
         let gateway = !left.carried.is_empty();
         let machine = Machine::new(settings.machine.clone(), left, facts);
         let wanted = super::actions::wanted(machine.rules(), &tunnel, &settings, None, gateway);
+        let reopening = reopen::start(maps.clone(), settings.machine.probe.interval);
         Ok(Self {
             machine,
             node,
@@ -186,6 +189,7 @@ impl Agent {
             lease: None,
             releasing: Aside::default(),
             counting: Aside::default(),
+            reopening,
             account_flows: BTreeMap::new(),
             writing: Aside::default(),
             unwritten: None,

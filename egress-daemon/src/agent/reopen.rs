@@ -27,6 +27,10 @@ use std::{
     sync::Arc,
     time::Duration,
 };
+use tokio::{
+    sync::mpsc::{self, UnboundedReceiver, UnboundedSender},
+    task::JoinError,
+};
 
 /// How often the flow table is scanned after a change of gateways. A connection that is unanswered in two scans is reopened.
 const LOOKS: u32 = 4;
@@ -71,32 +75,59 @@ impl Agent {
     pub(super) fn open_again(&self, egress_ips: &BTreeSet<IpAddr>) {
         let tables = self.writer.present();
         let known = tables.egress_ips.iter().filter(|(_, e)| egress_ips.contains(&net::from_any(e.addr)));
-        let indices = known.map(|(index, e)| (*index, e.generation)).collect();
-        let pause = self.settings.machine.probe.interval * HALVES / 2;
-        tokio::spawn(watch(self.maps.clone(), indices, pause));
+        // Without a socket there is no task.
+        let _ = self.reopening.send(known.map(|(index, e)| (*index, e.generation)).collect());
     }
 }
 
-async fn watch(maps: Arc<Maps>, indices: BTreeMap<u32, u32>, pause: Duration) {
-    let socket = match PacketSocket::into_pods() {
-        Ok(socket) => socket,
-        Err(e) => return tracing::warn!("cannot reopen connections: {e}"),
+/// Egress IPs by index, with their generation.
+type Indices = BTreeMap<u32, u32>;
+
+/// Starts the task that looks for connections by the egress IPs that it is sent. It ends when the sender is dropped.
+pub(super) fn start(maps: Arc<Maps>, probe_interval: Duration) -> UnboundedSender<Indices> {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    let look = move |indices: Arc<Indices>| {
+        let maps = maps.clone();
+        tokio::task::spawn_blocking(move || unanswered(&maps, &indices))
     };
-    let indices = Arc::new(indices);
-    let mut looks = Looks::default();
-    for look in 0..LOOKS {
-        if look > 0 {
-            tokio::time::sleep(pause).await;
+    tokio::spawn(async move {
+        match PacketSocket::into_pods() {
+            Ok(socket) => watch(receiver, probe_interval * HALVES / 2, look, |one| open_again(&socket, one)).await,
+            Err(e) => tracing::warn!("connections cannot be reopened: {e}"),
         }
-        let (maps, indices) = (maps.clone(), indices.clone());
-        match tokio::task::spawn_blocking(move || unanswered(&maps, &indices)).await {
-            Ok(Ok(found)) => looks.look(found).iter().for_each(|one| open_again(&socket, one)),
-            Ok(Err(e)) => tracing::warn!("cannot reopen connections: {e}"),
-            Err(e) => tracing::error!("a thread of the agent has failed: {e}"),
+    });
+    sender
+}
+
+/// Scans the flow table a few times for each set of egress IPs that arrives, for all recent ones together: many may arrive at once.
+async fn watch<F>(
+    mut receiver: UnboundedReceiver<Indices>,
+    pause: Duration,
+    mut look: impl FnMut(Arc<Indices>) -> F,
+    again: impl Fn(&Unanswered),
+) where
+    F: Future<Output = Result<Result<BTreeSet<Unanswered>, MapsError>, JoinError>>,
+{
+    while let Some(indices) = receiver.recv().await {
+        let (mut indices, mut looks, mut left) = (indices, Looks::default(), LOOKS);
+        while left > 0 {
+            while let Ok(more) = receiver.try_recv() {
+                indices.extend(more);
+                left = LOOKS;
+            }
+            match look(Arc::new(indices.clone())).await {
+                Ok(Ok(found)) => looks.look(found).iter().for_each(&again),
+                Ok(Err(e)) => tracing::warn!("cannot reopen connections: {e}"),
+                Err(e) => tracing::error!("a thread of the agent has failed: {e}"),
+            }
+            left -= 1;
+            if left > 0 {
+                tokio::time::sleep(pause).await;
+            }
         }
-    }
-    if !looks.again.is_empty() {
-        tracing::info!("{} connections whose gateway is not used any more were opened again", looks.again.len());
+        if !looks.again.is_empty() {
+            tracing::info!("{} connections whose gateway is not used any more were opened again", looks.again.len());
+        }
     }
 }
 
@@ -159,6 +190,23 @@ mod tests {
     fn connection(port: u16) -> Unanswered {
         let (pod, remote) = (SocketAddr::from(([10, 0, 0, 1], port)), SocketAddr::from(([192, 0, 2, 1], 80)));
         Unanswered { pod, remote, interface: 7, macs: [MacAddress([2; 6]), MacAddress([4; 6])] }
+    }
+
+    #[tokio::test]
+    async fn sets_of_egress_ips_that_arrive_together_are_looked_for_together() {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        for set in [[(1, 1)].into(), [(2, 1)].into(), Indices::from([(1, 2)])] {
+            sender.send(set).unwrap();
+        }
+        drop(sender);
+        let (mut seen, again) = (Vec::new(), std::cell::RefCell::new(Vec::new()));
+        let look = |indices: Arc<Indices>| {
+            seen.push((*indices).clone());
+            std::future::ready(Ok(Ok([connection(1)].into())))
+        };
+        watch(receiver, Duration::ZERO, look, |one| again.borrow_mut().push(*one)).await;
+        assert_eq!(seen, vec![Indices::from([(1, 2), (2, 1)]); LOOKS as usize]);
+        assert_eq!(again.into_inner(), [connection(1)]);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use egress_node::host::{
 };
 use std::{
     collections::{BTreeMap, BTreeSet},
+    io,
     net::IpAddr,
 };
 
@@ -15,22 +16,34 @@ use std::{
 pub struct Routes {
     found: BTreeMap<IpAddr, Result<Route, String>>,
     secured: Vec<Secured>,
+    /// Why they could not be read the last time. Each reason is told once.
+    unread: Option<String>,
     links: LinkTable,
 }
 
 impl Routes {
-    /// Returns whether IPsec policies have changed. Nothing notifies about them.
-    pub fn check_secured(&mut self) -> bool {
-        let secured = route::secured().unwrap_or_else(|error| {
-            tracing::debug!("IPsec policies cannot be read: {error}");
-            Vec::new()
-        });
-        let changed = secured != self.secured;
-        if changed {
-            self.secured = secured;
-            self.found.clear();
+    /// Reads the IPsec policies again: nothing notifies about them. Those that cannot be read stay as they were.
+    pub fn check_secured(&mut self) {
+        self.take_secured(route::secured());
+    }
+
+    fn take_secured(&mut self, read: io::Result<Vec<Secured>>) {
+        match read {
+            Ok(secured) => {
+                self.unread = None;
+                if secured != self.secured {
+                    self.secured = secured;
+                    self.found.clear();
+                }
+            }
+            Err(error) => {
+                let why = error.to_string();
+                if self.unread.as_ref() != Some(&why) {
+                    tracing::warn!("IPsec policies cannot be read, those known before count: {why}");
+                }
+                self.unread = Some(why);
+            }
         }
-        changed
     }
 
     /// Asks for the routes to `addresses`, and forgets all others. What is known stays valid until links, addresses or
@@ -60,5 +73,20 @@ impl Routes {
     /// The routes to the addresses that were asked for.
     pub fn found(&self) -> &BTreeMap<IpAddr, Result<Route, String>> {
         &self.found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ipsec_policies_stay_known_while_they_cannot_be_read() {
+        let mut routes = Routes::default();
+        routes.take_secured(Ok(vec![Secured::default()]));
+        routes.take_secured(Err(io::ErrorKind::PermissionDenied.into()));
+        assert_eq!(routes.secured, [Secured::default()]);
+        routes.take_secured(Ok(Vec::new()));
+        assert_eq!(routes.secured, []);
     }
 }

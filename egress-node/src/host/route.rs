@@ -51,7 +51,7 @@ fn route(message: &RouteMessage) -> Option<Route> {
 }
 
 /// The destinations of an IPsec policy for outgoing packets.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Secured {
     /// The address family (`AF_INET`, `AF_INET6`); 0 for both.
     family: u16,
@@ -75,6 +75,9 @@ impl Secured {
 /// `XFRM_MSG_GETPOLICY` and `XFRM_MSG_NEWPOLICY` (linux/xfrm.h).
 const GET_POLICY: u16 = 0x15;
 const NEW_POLICY: u16 = 0x13;
+/// `NLMSG_ERROR` and `NLMSG_DONE` (linux/netlink.h).
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
 /// Length of `struct nlmsghdr`.
 const HEADER: usize = 16;
 /// Length of `struct xfrm_userpolicy_id`, which a request carries.
@@ -113,18 +116,18 @@ pub fn secured() -> io::Result<Vec<Secured>> {
         if length < 0 {
             return Err(io::Error::last_os_error());
         }
-        if !policies(&buffer[..length as usize], &mut found) {
+        if !policies(&buffer[..length as usize], &mut found)? {
             return Ok(found);
         }
     }
 }
 
 /// Reads the messages of one answer. Returns whether more answers follow.
-fn policies(mut answer: &[u8], found: &mut Vec<Secured>) -> bool {
+fn policies(mut answer: &[u8], found: &mut Vec<Secured>) -> io::Result<bool> {
     while let Some((header, _)) = answer.split_at_checked(HEADER) {
         let length = u32::from_ne_bytes([header[0], header[1], header[2], header[3]]) as usize;
         let kind = u16::from_ne_bytes([header[4], header[5]]);
-        let Some(body) = answer.get(HEADER..length) else { return false };
+        let Some(body) = answer.get(HEADER..length) else { return Err(io::ErrorKind::InvalidData.into()) };
         match kind {
             NEW_POLICY if body.get(DIRECTION) == Some(&OUT) => {
                 let family = u16::from_ne_bytes([body[SELECTOR_FAMILY], body[SELECTOR_FAMILY + 1]]);
@@ -133,11 +136,16 @@ fn policies(mut answer: &[u8], found: &mut Vec<Secured>) -> bool {
                 found.push(Secured { family, destination, prefix_length: body[SELECTOR_PREFIX] });
             }
             NEW_POLICY => {}
-            _ => return false,
+            // Both begin with a negative error number, or zero.
+            DONE | ERROR => {
+                let number = body.first_chunk().map_or(0, |bytes| i32::from_ne_bytes(*bytes));
+                return if number < 0 { Err(io::Error::from_raw_os_error(-number)) } else { Ok(false) };
+            }
+            _ => return Err(io::ErrorKind::InvalidData.into()),
         }
         answer = answer.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
-    true
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -160,6 +168,28 @@ mod tests {
             assert_eq!(ask("2001:db8::1").await, None);
             assert_eq!(secured().unwrap_or_default(), []);
         });
+    }
+
+    #[test]
+    fn an_answer_that_is_an_error_is_not_the_end_of_the_policies() {
+        let message = |kind: u16, body: &[u8]| {
+            let length = ((HEADER + body.len()) as u32).to_ne_bytes();
+            [&length[..], &kind.to_ne_bytes(), &[0; 10], body].concat()
+        };
+        let mut policy = [0u8; DIRECTION + 8];
+        (policy[DIRECTION], policy[SELECTOR_PREFIX]) = (OUT, 8);
+        let read = |messages: &[Vec<u8>]| {
+            let mut found = Vec::new();
+            policies(&messages.concat(), &mut found).map(|more| (more, found.len())).map_err(|e| e.raw_os_error())
+        };
+        let (one, end) = (message(NEW_POLICY, &policy), message(DONE, &0i32.to_ne_bytes()));
+        assert_eq!(read(&[one.clone()]), Ok((true, 1)));
+        assert_eq!(read(&[one.clone(), end]), Ok((false, 1)));
+        for kind in [ERROR, DONE] {
+            let refused = message(kind, &(-libc::EPERM).to_ne_bytes());
+            assert_eq!(read(&[one.clone(), refused]), Err(Some(libc::EPERM)));
+        }
+        assert_eq!(read(&[one[..HEADER + 8].to_vec()]), Err(None), "it is cut off");
     }
 
     #[test]

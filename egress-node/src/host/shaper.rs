@@ -14,10 +14,12 @@ use rtnetlink::packet_route::link::{LinkAttribute, LinkMessage};
 use rtnetlink::packet_route::tc::{TcAttribute, TcHandle, TcMessage, TcOption};
 use rtnetlink::{Error, Handle, LinkUnspec, LinkVeth};
 
+use super::decode;
 use super::netlink::errno;
 use super::sysctl::{self, tunnel_settings};
 use egress_common::abi::SHAPER_HANDLE;
 use egress_core::agent::machine::ShaperEnds;
+use egress_core::network::links::LinkKind;
 
 /// The name of the end that packets enter.
 pub const NEAR: &str = "spillway-bw0";
@@ -143,15 +145,22 @@ pub async fn delete(handle: &Handle) -> Result<bool, ShaperError> {
     }
 }
 
-/// The existing devices. A device with the name that is not ours is an error.
+/// The existing devices. A device with the name that is not ours is an error. An agent may have been killed between making the devices and
+/// marking them: two of these names that are each other's ends are ours.
 pub async fn find(handle: &Handle) -> Result<Option<ShaperEnds>, ShaperError> {
     let (near, far) = (get(handle, NEAR).await?, get(handle, FAR).await?);
-    let ours = |message: &LinkMessage| {
+    let marked = |message: &LinkMessage| {
         let alias = |attribute: &LinkAttribute| matches!(attribute, LinkAttribute::IfAlias(alias) if alias == ALIAS);
         message.attributes.iter().any(alias)
     };
+    let leads_to = |from: &LinkMessage, to: &LinkMessage| {
+        decode::link(from).is_some_and(|l| l.kind == LinkKind::Veth && l.below() == Some(to.header.index))
+    };
+    let ours = |near: &LinkMessage, far: &LinkMessage| {
+        marked(near) || marked(far) || leads_to(near, far) && leads_to(far, near)
+    };
     match (near, far) {
-        (Some(near), Some(far)) if ours(&near) || ours(&far) => {
+        (Some(near), Some(far)) if ours(&near, &far) => {
             Ok(Some(ShaperEnds { near: near.header.index, far: far.header.index }))
         }
         (None, None) => Ok(None),
@@ -247,6 +256,21 @@ mod tests {
             next.remove(&net.handle).await.unwrap();
             assert_eq!(find(&net.handle).await.unwrap(), None);
             assert!(!delete(&net.handle).await.unwrap());
+        });
+    }
+
+    #[test]
+    fn devices_that_were_not_marked_yet_are_adopted_and_others_are_not() {
+        in_netns("devices_that_were_not_marked_yet_are_adopted_and_others_are_not", async || {
+            let net = Net::here();
+            net.veth(NEAR, FAR).await;
+            let mut shaper = Shaper::default();
+            let ends = shaper.ensure(&net.handle).await.unwrap();
+            assert_eq!((ends.near, ends.far), (net.index(NEAR).await, net.index(FAR).await));
+            shaper.remove(&net.handle).await.unwrap();
+            net.veth(NEAR, "stranger0").await;
+            net.veth(FAR, "stranger1").await;
+            assert!(matches!(shaper.ensure(&net.handle).await, Err(ShaperError::NameTaken(_))));
         });
     }
 }

@@ -57,7 +57,7 @@ pub struct Left {
     pub used: BTreeMap<IpAddr, LeftInUse>,
     /// Pods.
     pub endpoints: BTreeMap<EndpointId, EndpointView>,
-    /// Policies in force.
+    /// Policies that can serve connections: the others wait for that, or for their time.
     pub policies: BTreeSet<PolicyId>,
     /// The flags in the record of settings.
     pub flags: u32,
@@ -79,7 +79,9 @@ impl From<&Tables> for Left {
             let carriers = numbers.into_iter().filter_map(node).collect();
             Some((net::from_any(e.addr), LeftInUse { carriers, blocks }))
         });
-        let policies = tables.names.iter().filter(|(k, _)| k.kind == name_kind::POLICY);
+        let serving: BTreeSet<u32> =
+            tables.policies.iter().filter(|(_, record)| record.table_len > 0).map(|(key, _)| key.policy).collect();
+        let policies = tables.names.iter().filter(|(k, _)| k.kind == name_kind::POLICY && serving.contains(&k.id));
         Self {
             carried: carried.map(|e| (net::from_any(e.addr), answers(e.flags))).collect(),
             used: used.collect(),

@@ -113,6 +113,8 @@ pub struct Machine {
     shaper: Option<ShaperEnds>,
     /// The flags in the record of settings that the programs have.
     flags: u32,
+    /// The egress IPs that were advertised last.
+    advertised: Option<BTreeSet<IpAddr>>,
     /// Nothing was left out of the tables.
     everything_fits: bool,
     effective: Effective,
@@ -158,6 +160,7 @@ impl Machine {
             outcome: RoundOutcome::default(),
             shaper: None,
             flags: left.flags,
+            advertised: None,
             everything_fits: true,
             effective: Effective::recover(left.policies),
             endpoints: left.endpoints,

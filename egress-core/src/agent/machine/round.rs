@@ -313,8 +313,11 @@ impl Machine {
         let RoundOutcome { carries, announced, .. } = &mut self.outcome;
         wanted.retain(|ip, _| carries.contains(ip) && (written || announced.contains_key(ip)));
         *announced = if self.facts.silent { BTreeMap::new() } else { wanted };
-        if written {
-            self.actions.push_back(Action::Advertise(self.decided.carriers.advertised() & carries));
+        let now = self.decided.carriers.advertised() & &*carries;
+        // Until the first write, the routes are those that an earlier agent left.
+        if let Some(routes) = if written { Some(now) } else { self.advertised.take().map(|before| &before & &now) } {
+            self.advertised = Some(routes.clone());
+            self.actions.push_back(Action::Advertise(routes));
         }
     }
 

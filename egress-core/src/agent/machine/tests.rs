@@ -12,7 +12,7 @@ use crate::{
         fit::Refused,
         tables::{Overflow, Table},
     },
-    model::{Bandwidth, Endpoint, EndpointId, PolicyId, PolicyKind, Transport},
+    model::{Announce, Bandwidth, Endpoint, EndpointId, PolicyId, PolicyKind, Transport},
     network::{
         Route,
         links::{Link, LinkKind},
@@ -580,6 +580,34 @@ fn changes_of_routes_alone_lead_to_a_round_a_second() {
     writes.retain(|at| *at >= 1_000);
     assert_eq!(writes, [1_000, 2_000, 2_500, 3_000]);
     assert_eq!(shell.machine.facts().links.route_changes, 30, "they are known at once");
+}
+
+#[test]
+fn routes_are_withdrawn_also_if_the_tables_cannot_be_written() {
+    let (mut world, own) = (FactsFixture::new(), 2);
+    let route = |world: &mut FactsFixture| world.egress(own).attachment.announce = Announce::Route;
+    route(&mut world);
+    let mut shell = Shell::new(&world);
+    let advertised = |shell: &Shell| {
+        let mut sets = shell.done.iter().filter_map(|(_, action)| match action {
+            Action::Advertise(wanted) => Some(wanted.clone()),
+            _ => None,
+        });
+        sets.next_back()
+    };
+    shell.fails.insert("Write");
+    shell.run();
+    assert_eq!(advertised(&shell), None, "the routes that an earlier agent left may be right");
+    shell.fails.clear();
+    shell.round(&world);
+    let mine = BTreeSet::from([ip(OWNED[own].0)]);
+    assert_eq!(advertised(&shell), Some(mine.clone()));
+    // The uplink fails, and the tables cannot be written.
+    shell.fails.insert("Write");
+    carried_by(&mut world, own, &["g1"]);
+    carried_by(&mut world, 0, &["me"]);
+    shell.round(&world);
+    assert_eq!(advertised(&shell), Some(BTreeSet::new()), "neither the old one nor a new one");
 }
 
 #[test]
