@@ -16,12 +16,26 @@ pub const MAX_QUEUED: usize = 200_000;
 const CHUNK: usize = 1_000;
 /// How long a connection may take to open, or to accept what is sent.
 const PATIENCE: Duration = Duration::from_secs(3);
+/// How long the agent's exit waits for what is queued. What is not sent by then is lost: with the rest of the exit it has 10 s.
+const LAST: Duration = Duration::from_secs(3);
 /// How often templates are sent again: RFC 7011, section 8.4 lets collectors forget those received by UDP, after 30 minutes by default.
 const TEMPLATES_EVERY: Duration = Duration::from_secs(60);
 
-/// The running exporters; clones share them. They end when the last one is dropped, after sending what waits.
+/// The running exporters; clones share them. They end when the last one is dropped, after sending what waits if collectors take it soon.
 #[derive(Clone, Debug, Default)]
-pub struct Exporters(Arc<[Exporter]>);
+pub struct Exporters(Arc<Running>);
+
+#[derive(Debug, Default)]
+struct Running(Vec<Exporter>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let end = Instant::now() + LAST;
+        let mut workers: Vec<_> = self.0.iter_mut().filter_map(|exporter| exporter.worker.as_mut()).collect();
+        workers.iter_mut().for_each(|worker| worker.close());
+        workers.iter_mut().for_each(|worker| worker.leave(end));
+    }
+}
 
 #[derive(Debug)]
 struct Exporter {
@@ -33,12 +47,12 @@ struct Exporter {
 impl Exporters {
     /// Starts a thread for each collector of records.
     pub fn start(collectors: &[Collector], node: &str) -> Self {
-        Self(collectors.iter().filter_map(|collector| Exporter::start(collector, node)).collect())
+        Self(Arc::new(Running(collectors.iter().filter_map(|one| Exporter::start(one, node)).collect())))
     }
 
     /// Whether there are no collectors.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.0.0.is_empty()
     }
 
     /// Queues records for all collectors. Never waits.
@@ -47,14 +61,14 @@ impl Exporters {
             return;
         }
         let records: Arc<[Record]> = records.into();
-        for exporter in self.0.iter() {
+        for exporter in self.0.0.iter() {
             exporter.send(&records);
         }
     }
 
     /// What became of the records, for each collector.
     pub fn counts(&self) -> Vec<Arc<Sent>> {
-        self.0.iter().map(|exporter| Arc::clone(&exporter.counts)).collect()
+        self.0.0.iter().map(|exporter| Arc::clone(&exporter.counts)).collect()
     }
 }
 

@@ -4,7 +4,7 @@ use super::ipfix::{Encoder, MAX_MESSAGE};
 use super::*;
 use egress_core::leaselog::PortLease;
 use serde_json::Value;
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -255,8 +255,33 @@ fn a_collector_that_takes_nothing_costs_no_more_than_its_queue() {
     // The sender has not waited for it, and the end waits for no more than one attempt.
     drop(exporters);
     assert!(began.elapsed() < Duration::from_secs(20));
-    let (sent, lost) = (counts.sent.load(Ordering::Relaxed), counts.lost.load(Ordering::Relaxed));
-    assert_eq!(sent + lost, 500_000);
+    // The end did not wait for the last of them.
+    let known = || counts.sent.load(Ordering::Relaxed) + counts.lost.load(Ordering::Relaxed);
+    wait("all records are counted", || known() == 500_000);
+}
+
+#[test]
+fn a_collector_that_takes_records_slowly_does_not_hold_the_end() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    // It takes a little whenever a writer would give up soon.
+    let (ended, end) = std::sync::mpsc::channel::<()>();
+    let collector = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut some = vec![0; 1 << 18];
+        while end.recv_timeout(Duration::from_millis(500)) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            stream.read(&mut some).unwrap();
+        }
+    });
+    let (exporters, counts) = start(Format::Json, address);
+    exporters.send((0..u16::MAX).chain(0..u16::MAX).map(|port| flow4(port, Fate::Began)).collect());
+    wait("the collector takes some", || counts.sent.load(Ordering::Relaxed) > 0);
+    let began = Instant::now();
+    drop(exporters);
+    let waited = began.elapsed();
+    assert!((2..8).contains(&waited.as_secs()), "{waited:?}");
+    ended.send(()).unwrap();
+    collector.join().unwrap();
 }
 
 #[test]
