@@ -126,6 +126,7 @@ fn write(limits: &Limits, count: u64, destinations: bool) -> anyhow::Result<Vec<
             if records >= JOURNAL_LINES || time - began >= JOURNAL_AGE {
                 log.rotate(time)?;
                 log.append(&[&[Line::Continued(time, "worker-17".into())][..], &names()].concat())?;
+                log.tidy(time)?;
             }
         }
         let (entry, end) = traffic.flow(time);

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use super::{LeaseEvent, LeaseRecord, PortLease};
+use super::{ALIVE, BLIND, LeaseEvent, LeaseRecord, PortLease};
 use crate::model::NodeName;
 
 /// What is asked.
@@ -41,10 +41,13 @@ pub struct LeaseHolder {
 pub enum Doubt {
     /// The lease changed at this time, which is so close that the clocks' differences decide.
     Changed(i64),
-    /// Nothing was written from the first time to the second; none: the log does not reach that far.
+    /// Changes from the first time to the second may be missing or have a wrong time: nothing was written, the writer heard of nothing, or
+    /// its clock was set. None: the log does not reach that far.
     Unwritten(Option<i64>, Option<i64>),
     /// This many events before this time were not written.
     Lost(u64, i64),
+    /// Logs of several gateways contradict each other.
+    Contradicted,
 }
 
 /// What the log shows.
@@ -72,8 +75,34 @@ pub fn answer<'a>(records: impl IntoIterator<Item = &'a LeaseRecord>, question: 
     reading.finish()
 }
 
-/// A holder, and the earliest time at which it may have become one.
-type Open = (LeaseHolder, i64);
+/// What several logs show together: one without doubts is believed.
+pub fn together(answers: Vec<LeaseAnswer>) -> Option<LeaseAnswer> {
+    let nodes = |answer: &LeaseAnswer| -> BTreeSet<NodeName> {
+        answer.holders.iter().map(|holder| holder.node.clone()).collect()
+    };
+    let sure: Vec<&LeaseAnswer> = answers.iter().filter(|answer| answer.doubts.is_empty()).collect();
+    let agree = sure.windows(2).all(|two| matches!(two, [one, other] if nodes(one) == nodes(other)));
+    if let (Some(first), true) = (sure.first(), agree) {
+        return Some((*first).clone());
+    }
+    let doubt = (!agree).then_some(Doubt::Contradicted);
+    let mut all = answers.into_iter().reduce(|mut all, one| {
+        all.holders.extend(one.holders);
+        all.doubts.extend(one.doubts);
+        all
+    })?;
+    all.doubts.extend(doubt);
+    Some(all)
+}
+
+/// A holder that has not been seen to end.
+struct Open {
+    held: LeaseHolder,
+    /// The earliest time at which it may have become one.
+    earliest: i64,
+    /// A time until which it was one, if the clock was set back from there.
+    latest: i64,
+}
 
 struct Reading {
     question: LeaseQuestion,
@@ -81,7 +110,7 @@ struct Reading {
     open: Vec<Open>,
     /// The nodes that held it before the list of all leases that is being read.
     unconfirmed: Vec<Open>,
-    /// Since when nothing was written before that list, and when it was made.
+    /// The last period in which changes may be missing.
     unwritten: (i64, i64),
     /// The time of the last record.
     last: Option<i64>,
@@ -94,44 +123,69 @@ impl Reading {
         if !matches!(record.event, LeaseEvent::Held(_)) {
             self.settle();
         }
-        if self.last.is_none() && !matches!(record.event, LeaseEvent::Started) {
-            self.gap(None, Some(at));
-        }
+        self.doubt(record);
         match &record.event {
-            LeaseEvent::Started => {
-                self.gap(self.last, Some(at));
-                self.unwritten = (self.last.unwrap_or(i64::MIN), at);
-                self.unconfirmed = std::mem::take(&mut self.open);
-            }
-            LeaseEvent::Continued => {
-                self.unwritten = (self.last.unwrap_or(i64::MIN), at);
-                self.unconfirmed = std::mem::take(&mut self.open);
-            }
+            LeaseEvent::Started | LeaseEvent::Continued => self.unconfirmed = std::mem::take(&mut self.open),
             LeaseEvent::Held(lease) if self.is_meant(lease) => self.confirm(lease),
             LeaseEvent::Granted(lease) if self.is_meant(lease) => {
                 self.change(at);
-                self.open.push((holder(lease, Some(at)), at));
+                let (from, until) = self.unwritten;
+                let earliest = if (from..=until).contains(&at) { from } else { at };
+                self.open.push(Open { held: holder(lease, Some(at)), earliest, latest: at });
             }
             LeaseEvent::Returned(lease) if self.is_meant(lease) => {
                 self.change(at);
                 let (ended, open) =
-                    std::mem::take(&mut self.open).into_iter().partition(|(held, _)| held.node == lease.node);
+                    std::mem::take(&mut self.open).into_iter().partition(|open| open.held.node == lease.node);
                 self.open = open;
                 self.close(ended, Some(at), at);
-            }
-            LeaseEvent::Lost(count) => {
-                let since = self.last.unwrap_or(i64::MIN);
-                if self.overlaps(since, at) {
-                    self.answer.doubts.insert(Doubt::Lost(*count, at));
-                }
             }
             LeaseEvent::Held(_)
             | LeaseEvent::Granted(_)
             | LeaseEvent::Returned(_)
+            | LeaseEvent::Lost(_)
             | LeaseEvent::Alive
             | LeaseEvent::Stopped => {}
         }
         self.last = Some(at);
+    }
+
+    /// Doubts about the time between the last record and this one.
+    fn doubt(&mut self, record: &LeaseRecord) {
+        let at = record.at;
+        let Some(last) = self.last else {
+            self.gap(None, Some(at));
+            self.unwritten = (i64::MIN, at);
+            return;
+        };
+        let is_silent = at - last > ALIVE.saturating_add(self.question.slack);
+        let is_blind = matches!(record.event, LeaseEvent::Started | LeaseEvent::Lost(0));
+        let since = if is_blind { last.saturating_sub(BLIND) } else { last };
+        let gap = match record.event {
+            // The clock was set back: these times were twice.
+            _ if at < last => (at.min(since), last),
+            _ if is_blind => (since, at),
+            LeaseEvent::Lost(count) => {
+                if self.overlaps(last, at) {
+                    self.answer.doubts.insert(Doubt::Lost(count, at));
+                }
+                self.unwritten = (last, at);
+                return;
+            }
+            _ if is_silent => (last, at),
+            LeaseEvent::Continued if at > last => {
+                self.unwritten = (last, at);
+                return;
+            }
+            _ => return,
+        };
+        self.gap(Some(gap.0), Some(gap.1));
+        self.unwritten = gap;
+        if at < last {
+            for open in &mut self.open {
+                (open.earliest, open.latest) = (open.earliest.min(at), open.latest.max(last));
+            }
+        }
     }
 
     fn finish(mut self) -> LeaseAnswer {
@@ -166,10 +220,11 @@ impl Reading {
 
     /// A lease in the list of all leases existed before, or began while nothing was written.
     fn confirm(&mut self, lease: &PortLease) {
-        let before = self.unconfirmed.iter().position(|(held, _)| held.node == lease.node);
-        let new = || (holder(lease, None), self.unwritten.0);
-        let held = before.map_or_else(new, |place| self.unconfirmed.swap_remove(place));
-        self.open.push(held);
+        let before = self.unconfirmed.iter().position(|open| open.held.node == lease.node);
+        let (earliest, latest) = self.unwritten;
+        let new = || Open { held: holder(lease, None), earliest, latest };
+        let open = before.map_or_else(new, |place| self.unconfirmed.swap_remove(place));
+        self.open.push(open);
     }
 
     /// The list of all leases is read: a lease that is not in it ended while nothing was written.
@@ -180,8 +235,8 @@ impl Reading {
 
     /// These were held until `end` at the latest.
     fn close(&mut self, holders: Vec<Open>, until: Option<i64>, end: i64) {
-        for (held, earliest) in holders {
-            if self.overlaps(earliest, end) {
+        for Open { held, earliest, latest } in holders {
+            if self.overlaps(earliest, end.max(latest)) {
                 self.answer.holders.insert(LeaseHolder { until, ..held });
             }
         }

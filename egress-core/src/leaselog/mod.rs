@@ -4,15 +4,24 @@
 
 mod answer;
 mod book;
+mod scribe;
 #[cfg(test)]
 mod tests;
 
-pub use answer::{Doubt, LeaseAnswer, LeaseHolder, LeaseQuestion, answer};
+pub use answer::{Doubt, LeaseAnswer, LeaseHolder, LeaseQuestion, answer, together};
 pub use book::Book;
+pub use scribe::{Moment, Scribe};
 
 use std::net::IpAddr;
 
 use crate::model::NodeName;
+
+/// After how much silence a writer records that nothing happened, in microseconds. A longer silence leaves doubt.
+pub const ALIVE: i64 = 10_000_000;
+
+/// For how long a writer may not notice that it hears of no change, in microseconds: an API server that is cut off is
+/// asked every 20 s, and has 10 s to answer.
+const BLIND: i64 = 40_000_000;
 
 /// Consecutive ports of an egress IP that a node may use, or may have used a moment ago.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,7 +53,7 @@ pub enum LeaseEvent {
     Alive,
     /// Writing ends.
     Stopped,
-    /// This many events before this one were not written.
+    /// This many events before this one were not written; 0: an unknown number, or the writer heard of them late.
     Lost(u64),
 }
 

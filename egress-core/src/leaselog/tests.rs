@@ -6,34 +6,48 @@ use proptest::prelude::*;
 
 use super::*;
 
-const SLACK: i64 = 2;
+const SECOND: i64 = 1_000_000;
+const SLACK: i64 = 2 * SECOND;
+/// The longest time for which the world's writer does not notice that it is cut off, in seconds.
+const UNNOTICED: u8 = 30;
 
-/// What happens in one second.
+/// What happens.
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// Nothing.
-    Rest,
+    /// Nothing for some seconds.
+    Rest(u8),
     /// The lease is this node's from now on; none: no node's.
     Holder(Option<u8>),
-    /// The writer begins, dies silently, ends, continues in another file, or reports that it is alive.
+    /// The writer begins, dies silently, ends, or continues in another file.
     Start,
     Die,
     Stop,
     Rotate,
-    Alive,
+    /// The disk is full, or has room.
+    Full(bool),
+    /// The writer hears of nothing: for some seconds without noticing it, and then for more.
+    Cut(u8, u8),
+    /// The writer does not run for some seconds.
+    Pause(u8),
+    /// The writer's clock is set by some seconds.
+    Clock(i64),
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn steps(clock: u32) -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
-        20 => Just(Step::Rest),
-        4 => prop::option::of(0u8..3).prop_map(Step::Holder),
-        2 => Just(Step::Start),
+        12 => (1u8..40).prop_map(Step::Rest),
+        10 => prop::option::of(0u8..3).prop_map(Step::Holder),
+        3 => Just(Step::Start),
         1 => Just(Step::Die),
         1 => Just(Step::Stop),
-        1 => Just(Step::Rotate),
-        6 => Just(Step::Alive),
+        2 => Just(Step::Rotate),
+        2 => any::<bool>().prop_map(Step::Full),
+        2 => (0..UNNOTICED, 1u8..60).prop_map(|(unnoticed, more)| Step::Cut(unnoticed, more)),
+        2 => (1u8..40).prop_map(Step::Pause),
+        // What is less is within the slack.
+        clock => (3..60i64, any::<bool>()).prop_map(|(by, back)| Step::Clock(if back { -by } else { by })),
     ];
-    prop::collection::vec(step, 1..120)
+    prop::collection::vec(step, 1..40)
 }
 
 fn lease(node: u8) -> PortLease {
@@ -46,121 +60,279 @@ fn ask(records: &[LeaseRecord], at: i64) -> LeaseAnswer {
     answer(records, LeaseQuestion { egress_ip, port: 1100, from: at, until: at, slack: SLACK })
 }
 
-/// Which node held the port in each second, whether anything wrote in it, and what was written.
-fn history(steps: &[Step]) -> (Vec<Option<u8>>, Vec<bool>, Vec<LeaseRecord>) {
-    let (mut holders, mut written, mut records) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut holder, mut writes, mut book) = (None, false, Book::default());
-    for (second, step) in steps.iter().enumerate() {
-        let at = second as i64;
-        match step {
-            Step::Holder(node) => holder = *node,
-            Step::Start | Step::Rotate => {
-                let marker =
-                    if matches!(step, Step::Rotate) && writes { LeaseEvent::Continued } else { LeaseEvent::Started };
-                if matches!(step, Step::Start) || writes {
-                    book = Book::default();
-                    note(&mut book, holder);
-                    records.push(LeaseRecord { at, event: marker });
-                    records.extend(book.held().map(|event| LeaseRecord { at, event }));
-                    writes = true;
-                }
-            }
-            Step::Stop if writes => {
-                records.push(LeaseRecord { at, event: LeaseEvent::Stopped });
-                writes = false;
-            }
-            Step::Die => writes = false,
-            Step::Alive if writes => records.push(LeaseRecord { at, event: LeaseEvent::Alive }),
-            _ => {}
-        }
-        if writes {
-            records.extend(note(&mut book, holder).into_iter().map(|event| LeaseRecord { at, event }));
-        }
-        holders.push(holder);
-        written.push(writes);
-    }
-    (holders, written, records)
+/// One second of a history.
+#[derive(Clone, Copy, Debug)]
+struct Second {
+    /// What the writer's clock shows.
+    clock: i64,
+    holder: Option<u8>,
+    /// Whether a writer runs, hears of changes and writes them.
+    written: bool,
+    started: bool,
 }
 
-fn note(book: &mut Book, holder: Option<u8>) -> Vec<LeaseEvent> {
-    let mut events = Vec::new();
-    let nodes =
-        (0..3).map(|node| (node, if holder == Some(node) { BTreeSet::from([lease(node)]) } else { BTreeSet::new() }));
-    for (node, leases) in nodes {
-        events.extend(book.take_in(&lease(node).node, leases));
+/// A lease, and the writer of its log.
+#[derive(Default)]
+struct World {
+    seconds: Vec<Second>,
+    records: Vec<LeaseRecord>,
+    holder: Option<u8>,
+    scribe: Option<Scribe>,
+    /// By how much the clock is off.
+    offset: i64,
+    is_full: bool,
+    rotates: bool,
+    /// For how many seconds more the writer does not notice that it is cut off, is cut off, or does not run.
+    unnoticed: u8,
+    cut: u8,
+    paused: u8,
+}
+
+impl World {
+    fn of(steps: &[Step]) -> Self {
+        let mut world = Self::default();
+        for step in steps {
+            world.step(*step);
+        }
+        // Everything that was missed comes to light.
+        world.is_full = false;
+        while world.cut > 0 || world.paused > 0 {
+            world.second(false);
+        }
+        world.step(Step::Start);
+        world
     }
-    events.sort_by_key(|event| matches!(event, LeaseEvent::Granted(_)));
-    events
+
+    fn moment(&self) -> Moment {
+        let uptime = self.seconds.len() as i64 * SECOND;
+        Moment { at: uptime + self.offset, uptime }
+    }
+
+    fn step(&mut self, step: Step) {
+        let mut started = false;
+        match step {
+            Step::Rest(seconds) => (1..seconds).for_each(|_| self.second(false)),
+            Step::Holder(node) => self.holder = node,
+            Step::Start if self.cut == 0 && self.paused == 0 => {
+                let mut scribe = Scribe::default();
+                note(&mut scribe, self.holder);
+                scribe.begin(self.moment());
+                (self.scribe, started) = (Some(scribe), true);
+            }
+            Step::Stop if self.paused == 0 => {
+                let end = self.scribe.take().and_then(|scribe| scribe.stop(self.moment().at));
+                self.records.extend(end.filter(|_| !self.is_full));
+            }
+            Step::Die => self.scribe = None,
+            Step::Rotate => self.rotates = true,
+            Step::Full(full) => self.is_full = full,
+            Step::Cut(unnoticed, more) if self.cut == 0 => (self.unnoticed, self.cut) = (unnoticed, unnoticed + more),
+            Step::Pause(seconds) => self.paused = seconds,
+            Step::Clock(by) => self.offset += by * SECOND,
+            Step::Start | Step::Stop | Step::Cut(..) => {}
+        }
+        self.second(started);
+    }
+
+    fn second(&mut self, started: bool) {
+        let moment = self.moment();
+        let runs = self.paused == 0 && self.scribe.is_some();
+        if let (true, Some(scribe)) = (runs, &mut self.scribe) {
+            if self.cut == 0 {
+                note(scribe, self.holder);
+            }
+            if self.cut > 0 && self.unnoticed == 0 {
+                scribe.miss();
+            } else {
+                let records = scribe.look(moment);
+                if !records.is_empty() {
+                    scribe.note(!self.is_full);
+                    self.records.extend(records.into_iter().filter(|_| !self.is_full));
+                    if !self.is_full && std::mem::take(&mut self.rotates) {
+                        self.records.extend(scribe.again());
+                    }
+                }
+            }
+        }
+        let written = runs && self.cut == 0 && !self.is_full;
+        self.seconds.push(Second { clock: moment.at, holder: self.holder, written, started });
+        for left in [&mut self.unnoticed, &mut self.cut, &mut self.paused] {
+            *left = left.saturating_sub(1);
+        }
+    }
+}
+
+fn note(scribe: &mut Scribe, holder: Option<u8>) {
+    for node in 0..3 {
+        let leases = if holder == Some(node) { BTreeSet::from([lease(node)]) } else { BTreeSet::new() };
+        scribe.take_in(&lease(node).node, leases);
+    }
+}
+
+fn named(said: &LeaseAnswer) -> BTreeSet<&NodeName> {
+    said.holders.iter().map(|held| &held.node).collect()
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
-    fn certain_answers_are_true_and_true_holders_are_named(steps in steps()) {
-        let (holders, written, records) = history(&steps);
-        for (second, holder) in holders.iter().enumerate() {
-            let said = ask(&records, second as i64);
-            let names: BTreeSet<&NodeName> = said.holders.iter().map(|held| &held.node).collect();
-            let truth = holder.map(|node| lease(node).node);
+    fn certain_answers_are_true_and_true_holders_are_named(steps in steps(2)) {
+        let world = World::of(&steps);
+        for (number, second) in world.seconds.iter().enumerate() {
+            let said = ask(&world.records, second.clock);
+            let truth = second.holder.map(|node| lease(node).node);
             if said.doubts.is_empty() {
-                prop_assert_eq!(names, truth.iter().collect::<BTreeSet<_>>(), "second {} of {:?}", second, records);
-            } else if written[second] && !said.doubts.iter().any(|doubt| matches!(doubt, Doubt::Unwritten(..))) {
-                prop_assert!(truth.iter().all(|node| names.contains(node)), "second {} of {:?}", second, records);
+                // A time that the clock showed twice counts twice.
+                prop_assert_eq!(named(&said), truth.iter().collect(), "second {} of {:?}", number, world.records);
+            } else if second.written && !said.doubts.iter().any(|doubt| matches!(doubt, Doubt::Unwritten(..))) {
+                let known = truth.iter().all(|node| named(&said).contains(node));
+                prop_assert!(known, "second {} of {:?}", number, world.records);
             }
         }
     }
 
     #[test]
-    fn an_answer_far_from_any_change_is_certain(steps in steps()) {
-        let (holders, written, records) = history(&steps);
-        for second in 0..holders.len() {
-            let around = second.saturating_sub(SLACK as usize)..(second + SLACK as usize + 1).min(holders.len());
-            let calm = second >= SLACK as usize
-                && around.clone().all(|near| holders[near] == holders[second] && written[near])
-                && !around.clone().any(|near| matches!(steps[near], Step::Start | Step::Stop | Step::Holder(_)))
-                // A later record shows that writing continued.
-                && records.iter().find(|record| record.at > second as i64 + SLACK).is_some_and(|next| next.event != LeaseEvent::Started);
+    fn an_answer_far_from_any_change_is_certain(steps in steps(0)) {
+        let world = World::of(&steps);
+        // Far: a gap begins before it is noticed, and a later record shows that writing continued.
+        let later = ((BLIND + ALIVE + 2 * SLACK) / SECOND) as usize;
+        for number in 4..world.seconds.len().saturating_sub(later) {
+            let around = &world.seconds[number - 4..number + later];
+            let calm = around.iter().all(|near| near.written && !near.started)
+                && around[..8].iter().all(|near| near.holder == world.seconds[number].holder);
             if calm {
-                let said = ask(&records, second as i64);
-                prop_assert_eq!(said.doubts, BTreeSet::new(), "second {} of {:?}", second, records);
+                let said = ask(&world.records, world.seconds[number].clock);
+                prop_assert_eq!(said.doubts, BTreeSet::new(), "second {} of {:?}", number, world.records);
             }
         }
     }
 }
 
+fn record(second: i64, event: LeaseEvent) -> LeaseRecord {
+    LeaseRecord { at: second * SECOND, event }
+}
+
+/// What follows from these records about a second.
+fn said(records: &[LeaseRecord], second: i64) -> (Vec<&'static str>, BTreeSet<Doubt>) {
+    let answer = ask(records, second * SECOND);
+    let names = ["n0", "n1", "n2"].into_iter().filter(|name| named(&answer).contains(&NodeName::from(*name)));
+    (names.collect(), answer.doubts)
+}
+
+fn unwritten(from: i64, until: i64) -> BTreeSet<Doubt> {
+    [Doubt::Unwritten(Some(from * SECOND), Some(until * SECOND))].into()
+}
+
+/// A writer that has run from the second 0 on while the first node held the lease, and did not write anything since 10 s.
+fn writer() -> (Scribe, Vec<LeaseRecord>) {
+    let mut scribe = Scribe::default();
+    let mut records = Vec::new();
+    note(&mut scribe, Some(0));
+    scribe.begin(Moment::default());
+    for second in (0..=90).step_by(10) {
+        look(&mut scribe, &mut records, second, second);
+        // It looks once a second.
+        (second + 1..second + 10).for_each(|second| look(&mut scribe, &mut records, second, second));
+    }
+    (scribe, records)
+}
+
+fn look(scribe: &mut Scribe, records: &mut Vec<LeaseRecord>, second: i64, uptime: i64) {
+    let due = scribe.look(Moment { at: second * SECOND, uptime: uptime * SECOND });
+    if !due.is_empty() {
+        scribe.note(true);
+        records.extend(due);
+    }
+}
+
 #[test]
 fn a_node_that_is_long_gone_is_named_with_its_times() {
-    let mut book = Book::default();
-    let mut records = vec![LeaseRecord { at: 0, event: LeaseEvent::Started }];
-    let mut at = |second, book: &mut Book, holder| {
-        records.extend(note(book, holder).into_iter().map(|event| LeaseRecord { at: second, event }));
-    };
-    at(10, &mut book, Some(1));
-    at(100, &mut book, None);
-    at(200, &mut book, Some(2));
-    records.push(LeaseRecord { at: 300, event: LeaseEvent::Alive });
-    let said = ask(&records, 50);
-    let holder = LeaseHolder { node: "n1".into(), first_port: 1088, last_port: 1151, from: Some(10), until: Some(100) };
-    assert_eq!(said, LeaseAnswer { holders: [holder].into(), doubts: BTreeSet::new() });
-    assert_eq!(ask(&records, 150), LeaseAnswer::default());
-    assert_eq!(ask(&records, 99).doubts, BTreeSet::from([Doubt::Changed(100)]));
-    assert_eq!(ask(&records, 290).doubts, BTreeSet::new());
-    assert_eq!(ask(&records, 310).doubts, BTreeSet::from([Doubt::Unwritten(Some(300), None)]));
-    let other =
-        LeaseQuestion { egress_ip: "192.0.2.1".parse().unwrap(), port: 1152, from: 50, until: 50, slack: SLACK };
-    assert_eq!(answer(&records, other), LeaseAnswer::default());
+    let (mut scribe, mut records) = writer();
+    for (second, holder) in [(100, 0), (101, 1), (102, 1)] {
+        note(&mut scribe, Some(holder));
+        look(&mut scribe, &mut records, second, second);
+    }
+    records.push(record(110, LeaseEvent::Alive));
+    let holder =
+        LeaseHolder { node: "n0".into(), first_port: 1088, last_port: 1151, from: None, until: Some(101 * SECOND) };
+    assert_eq!(ask(&records, 50 * SECOND), LeaseAnswer { holders: [holder].into(), doubts: BTreeSet::new() });
+    assert_eq!(said(&records, 100), (vec!["n0", "n1"], BTreeSet::from([Doubt::Changed(101 * SECOND)])));
+    assert_eq!(said(&records, 105), (vec!["n1"], BTreeSet::new()));
+    assert_eq!(said(&records, 115).1, BTreeSet::from([Doubt::Unwritten(Some(110 * SECOND), None)]));
+    let egress_ip = "192.0.2.1".parse().unwrap();
+    let (from, until) = (50 * SECOND, 50 * SECOND);
+    assert_eq!(
+        answer(&records, LeaseQuestion { egress_ip, port: 1152, from, until, slack: SLACK }),
+        LeaseAnswer::default()
+    );
 }
 
 #[test]
 fn lost_events_make_an_answer_doubtful() {
-    let mut records =
-        vec![LeaseRecord { at: 0, event: LeaseEvent::Started }, LeaseRecord { at: 10, event: LeaseEvent::Alive }];
-    records.push(LeaseRecord { at: 20, event: LeaseEvent::Lost(3) });
-    records.push(LeaseRecord { at: 20, event: LeaseEvent::Continued });
-    records.push(LeaseRecord { at: 40, event: LeaseEvent::Alive });
-    assert_eq!(ask(&records, 15).doubts, BTreeSet::from([Doubt::Lost(3, 20)]));
-    assert_eq!(ask(&records, 30).doubts, BTreeSet::new());
+    let records = [
+        record(0, LeaseEvent::Started),
+        record(10, LeaseEvent::Alive),
+        record(20, LeaseEvent::Lost(3)),
+        record(20, LeaseEvent::Continued),
+        record(30, LeaseEvent::Alive),
+        record(40, LeaseEvent::Alive),
+    ];
+    assert_eq!(said(&records, 15).1, BTreeSet::from([Doubt::Lost(3, 20 * SECOND)]));
+    assert_eq!(said(&records, 30).1, BTreeSet::new());
+}
+
+#[test]
+fn a_writer_that_is_cut_off_does_not_vouch_for_that_time() {
+    let (mut scribe, mut records) = writer();
+    look(&mut scribe, &mut records, 100, 100);
+    scribe.miss();
+    note(&mut scribe, Some(1));
+    look(&mut scribe, &mut records, 160, 160);
+    look(&mut scribe, &mut records, 170, 170);
+    // It did not notice at once.
+    assert_eq!(said(&records, 130), (vec!["n0", "n1"], unwritten(60, 160)));
+    assert_eq!(said(&records, 80).1, unwritten(60, 160));
+    assert_eq!(said(&records, 50), (vec!["n0"], BTreeSet::new()));
+    assert_eq!(said(&records, 165), (vec!["n1"], BTreeSet::new()));
+}
+
+#[test]
+fn a_pause_and_a_clock_that_is_set_are_gaps() {
+    // The writer does not run for a minute. Then nothing has changed.
+    let (mut scribe, mut records) = writer();
+    for second in [100, 160, 170] {
+        look(&mut scribe, &mut records, second, second);
+    }
+    assert_eq!(said(&records, 130), (vec!["n0"], unwritten(100, 160)));
+    assert_eq!(said(&records, 90).1, BTreeSet::new());
+
+    // The clock is set back by 50 s, and the lease changes afterwards.
+    let (mut scribe, mut records) = writer();
+    look(&mut scribe, &mut records, 100, 100);
+    look(&mut scribe, &mut records, 51, 101);
+    note(&mut scribe, Some(1));
+    for second in [52, 62, 72, 82, 92, 102, 112] {
+        look(&mut scribe, &mut records, second, second + 50);
+    }
+    assert_eq!(said(&records, 80), (vec!["n0", "n1"], unwritten(51, 101)));
+    assert_eq!(said(&records, 45), (vec!["n0"], BTreeSet::new()));
+    assert_eq!(said(&records, 110), (vec!["n1"], BTreeSet::new()));
+}
+
+#[test]
+fn of_several_logs_one_without_doubts_is_believed_unless_another_contradicts() {
+    let of = |node: u8, doubts: &[Doubt]| {
+        let holder = LeaseHolder { node: lease(node).node, first_port: 1, last_port: 2, from: None, until: None };
+        LeaseAnswer { holders: [holder].into(), doubts: doubts.iter().cloned().collect() }
+    };
+    let (sure, unsure) = (of(1, &[]), of(2, &[Doubt::Changed(7)]));
+    assert_eq!(together(vec![unsure.clone(), sure.clone(), sure.clone()]), Some(sure.clone()));
+    let both = together(vec![unsure.clone(), of(0, &[Doubt::Lost(1, 2)])]).unwrap();
+    assert_eq!((both.holders.len(), both.doubts), (2, [Doubt::Changed(7), Doubt::Lost(1, 2)].into()));
+    let against = together(vec![sure, of(2, &[])]).unwrap();
+    assert_eq!((against.holders.len(), against.doubts), (2, [Doubt::Contradicted].into()));
+    assert_eq!(together(Vec::new()), None);
 }
 
 #[test]
@@ -183,7 +355,6 @@ fn ports_that_follow_each_other_are_one_line() {
 
 #[test]
 fn after_a_gap_in_the_log_the_next_holder_may_have_held_the_port_before() {
-    let record = |at, event| LeaseRecord { at, event };
     let records = [
         record(0, LeaseEvent::Started),
         record(10, LeaseEvent::Alive),
@@ -192,7 +363,7 @@ fn after_a_gap_in_the_log_the_next_holder_may_have_held_the_port_before() {
         record(110, LeaseEvent::Alive),
     ];
     let holder = LeaseHolder { node: "n1".into(), first_port: 1088, last_port: 1151, from: None, until: None };
-    let said = LeaseAnswer { holders: [holder].into(), doubts: [Doubt::Unwritten(Some(10), Some(100))].into() };
-    assert_eq!(ask(&records, 50), said);
-    assert_eq!(ask(&records, 5), LeaseAnswer::default());
+    let answer = LeaseAnswer { holders: [holder].into(), doubts: unwritten(-30, 100) };
+    assert_eq!(ask(&records, 50 * SECOND), answer);
+    assert_eq!(said(&records, 105), (vec!["n1"], BTreeSet::new()));
 }

@@ -2,11 +2,12 @@
 //!
 //! Files are named after the time of their first record, in microseconds. A segment is complete before it gets its name, and a
 //! journal is removed once its segment exists. So a crash leaves either or both, and loses only what was not yet synced.
+//! A journal that cannot become a segment stays, and is tried again before newer ones.
 
 use super::{Limits, journal, segment};
 use egress_core::leaselog::LeaseRecord;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Write as _};
+use std::io::{self, ErrorKind, Write as _};
 use std::marker::PhantomData;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ const PART: &str = "part";
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// A file or the directory.
-    #[error("{}: {source}: make room, or set flowLog.mode to Off", path.display())]
+    #[error("{}: {source}{}", path.display(), remedy(source))]
     File {
         /// The file.
         path: PathBuf,
@@ -37,6 +38,13 @@ pub enum LogError {
     },
 }
 
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => ": make room, or set flowLog.mode to Off",
+        _ => "",
+    }
+}
+
 pub(super) fn failed(path: &Path) -> impl Fn(io::Error) -> LogError + '_ {
     move |source| LogError::File { path: path.to_owned(), source }
 }
@@ -45,8 +53,8 @@ pub(super) fn failed(path: &Path) -> impl Fn(io::Error) -> LogError + '_ {
 pub trait Entry: Sized {
     /// Lines to append.
     fn encode(entries: &[Self]) -> Vec<u8>;
-    /// Writes the contents of a journal as a segment. Returns whether there were any.
-    fn segment(journal: &[u8], out: impl io::Write + Send) -> parquet::errors::Result<bool>;
+    /// The contents of a journal as a segment; `None` if there are none.
+    fn segment(journal: &[u8]) -> parquet::errors::Result<Option<Vec<u8>>>;
 }
 
 impl Entry for LeaseRecord {
@@ -54,12 +62,14 @@ impl Entry for LeaseRecord {
         journal::encode(entries)
     }
 
-    fn segment(journal: &[u8], out: impl io::Write + Send) -> parquet::errors::Result<bool> {
+    fn segment(journal: &[u8]) -> parquet::errors::Result<Option<Vec<u8>>> {
         let records = journal::decode(journal);
         if records.is_empty() {
-            return Ok(false);
+            return Ok(None);
         }
-        segment::write(&records, out).map(|()| true)
+        let mut segment = Vec::new();
+        segment::write(&records, &mut segment)?;
+        Ok(Some(segment))
     }
 }
 
@@ -69,29 +79,37 @@ pub struct Log<E> {
     limits: Limits,
     path: PathBuf,
     journal: File,
-    /// When the journal began.
+    /// The number that is the journal's name.
+    name: i64,
+    /// When the journal began. Differs from the name if the clock was set back.
     began: i64,
     records: usize,
+    /// The bytes that were acknowledged.
+    length: u64,
     /// Whether the last line may be cut off.
     torn: bool,
     entries: PhantomData<E>,
 }
 
 impl<E: Entry> Log<E> {
-    /// Begins a journal at this time. What an earlier process left unfinished becomes a segment.
+    /// Begins a journal at this time. What an earlier process left is for [`Self::tidy`].
     pub fn open(limits: Limits, at: i64) -> Result<Self, LogError> {
         let directory = &limits.directory;
         DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed(directory))?;
-        for path in of_kind(directory, JOURNAL)? {
-            finish::<E>(&path)?;
-        }
-        for path in of_kind(directory, PART)? {
-            fs::remove_file(&path).map_err(failed(&path))?;
+        for path in of_kind(directory, PART)?.iter().filter(|path| number(path).is_some()) {
+            fs::remove_file(path).map_err(failed(path))?;
         }
         // Files keep their order even if the clock was set back.
-        let at = all(directory)?.last().map_or(at, |(last, _)| at.max(last + 1));
-        let (path, journal) = begin(directory, at)?;
-        Ok(Self { limits, path, journal, began: at, records: 0, torn: false, entries: PhantomData })
+        let name = all(directory)?.last().map_or(at, |(last, _)| at.max(last + 1));
+        Self::begin(limits, name, at)
+    }
+
+    fn begin(limits: Limits, name: i64, at: i64) -> Result<Self, LogError> {
+        let path = limits.directory.join(format!("{name:020}.{JOURNAL}"));
+        let mut options = OpenOptions::new();
+        let journal = options.create_new(true).append(true).mode(0o600).open(&path).map_err(failed(&path))?;
+        sync(&limits.directory)?;
+        Ok(Self { limits, path, journal, name, began: at, records: 0, length: 0, torn: false, entries: PhantomData })
     }
 
     /// Appends records, and waits until they are on the disk.
@@ -100,9 +118,14 @@ impl<E: Entry> Log<E> {
         if self.torn {
             lines.insert(0, b'\n');
         }
-        self.torn = true;
-        self.journal.write_all(&lines).and_then(|()| self.journal.sync_data()).map_err(failed(&self.path))?;
+        let written = self.journal.write_all(&lines).and_then(|()| self.journal.sync_data());
+        if let Err(error) = written {
+            // Half of it would take up room for nothing.
+            self.torn = self.journal.set_len(self.length).is_err();
+            return Err(failed(&self.path)(error));
+        }
         self.torn = false;
+        self.length += lines.len() as u64;
         self.records += records.len();
         Ok(())
     }
@@ -120,17 +143,29 @@ impl<E: Entry> Log<E> {
         (self.records, self.began)
     }
 
-    /// Makes the journal a segment and begins another one.
+    /// Begins another journal. The one before is for [`Self::tidy`].
     pub fn rotate(&mut self, at: i64) -> Result<(), LogError> {
-        let at = at.max(self.began + 1);
-        let (path, journal) = begin(&self.limits.directory, at)?;
-        let finished = std::mem::replace(&mut self.path, path);
-        (self.journal, self.began, self.records, self.torn) = (journal, at, 0, false);
-        finish::<E>(&finished)
+        *self = Self::begin(self.limits.clone(), at.max(self.name + 1), at)?;
+        Ok(())
+    }
+
+    /// Removes what is too old or too large, and makes all journals before the current one segments: the oldest first, since newer
+    /// segments are exported after older ones.
+    pub fn tidy(&self, at: i64) -> Result<(), LogError> {
+        // First: that may make the room that the rest needs.
+        let expired = self.expire(at);
+        // How the log ends is in the journal before, until this one says it.
+        if self.records == 0 {
+            return expired;
+        }
+        for path in of_kind(&self.limits.directory, JOURNAL)?.iter().filter(|path| **path != self.path) {
+            finish::<E>(path)?;
+        }
+        expired
     }
 
     /// Removes segments that are too old, and the oldest while all together are too large.
-    pub fn expire(&self, now: i64) -> Result<(), LogError> {
+    fn expire(&self, now: i64) -> Result<(), LogError> {
         let retention = i64::try_from(self.limits.retention.as_micros()).unwrap_or(i64::MAX);
         let files = all(&self.limits.directory)?;
         let sizes: Vec<u64> = files.iter().map(|(_, path)| path.metadata().map_or(0, |data| data.len())).collect();
@@ -148,31 +183,32 @@ impl<E: Entry> Log<E> {
     }
 }
 
-fn begin(directory: &Path, at: i64) -> Result<(PathBuf, File), LogError> {
-    let path = directory.join(format!("{at:020}.{JOURNAL}"));
-    let file = OpenOptions::new().create_new(true).append(true).mode(0o600).open(&path).map_err(failed(&path))?;
-    sync(directory)?;
-    Ok((path, file))
-}
-
 /// Makes a journal a segment.
 fn finish<E: Entry>(journal: &Path) -> Result<(), LogError> {
-    let (segment, part) = (journal.with_extension(SEGMENT), journal.with_extension(PART));
+    let segment = journal.with_extension(SEGMENT);
     if !segment.exists() {
         let text = fs::read(journal).map_err(failed(journal))?;
-        let mut options = OpenOptions::new();
-        let file = options.create(true).write(true).truncate(true).mode(0o600).open(&part).map_err(failed(&part))?;
-        let broken = |source| LogError::Segment { path: part.clone(), source };
-        if E::segment(&text, file.try_clone().map_err(failed(&part))?).map_err(broken)? {
-            file.sync_all().and_then(|()| fs::rename(&part, &segment)).map_err(failed(&part))?;
-        } else {
-            fs::remove_file(&part).map_err(failed(&part))?;
+        let content = E::segment(&text).map_err(|source| LogError::Segment { path: journal.to_owned(), source })?;
+        if let Some(content) = content {
+            let part = journal.with_extension(PART);
+            let written = write(&part, &content).and_then(|()| fs::rename(&part, &segment));
+            written.map_err(|error| {
+                // If it stays, the next attempt overwrites it.
+                fs::remove_file(&part).ok();
+                failed(&part)(error)
+            })?;
         }
     }
     if let Some(directory) = journal.parent() {
         sync(directory)?;
     }
     fs::remove_file(journal).map_err(failed(journal))
+}
+
+fn write(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut file = OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(path)?;
+    file.write_all(content)?;
+    file.sync_all()
 }
 
 fn sync(directory: &Path) -> Result<(), LogError> {
@@ -191,12 +227,17 @@ pub(super) fn of_kind(directory: &Path, kind: &str) -> Result<Vec<PathBuf>, LogE
     Ok(paths)
 }
 
+/// The number that is a file's name.
+fn number(path: &Path) -> Option<i64> {
+    path.file_stem()?.to_str()?.parse().ok()
+}
+
 /// Segments and journals with the times of their beginnings, in order. A journal whose segment exists is left out.
 pub(super) fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
     let segments = of_kind(directory, SEGMENT)?;
     let journals = of_kind(directory, JOURNAL)?.into_iter().filter(|path| !path.with_extension(SEGMENT).exists());
     let named = segments.iter().cloned().chain(journals);
-    let began = |path: PathBuf| Some((path.file_stem()?.to_str()?.parse().ok()?, path));
+    let began = |path: PathBuf| Some((number(&path)?, path));
     let mut files: Vec<(i64, PathBuf)> = named.filter_map(began).collect();
     files.sort();
     Ok(files)

@@ -2,13 +2,14 @@
 //! nodes, and the flow log ([`flows`]) on each node, for its own pods.
 //!
 //! A thread of its own follows the objects and writes; it never keeps the agent waiting. `segment` is a finished file
-//! (Parquet), `journal` the lines of the one that is being written, `files` the directory of both, `writer` the thread,
-//! `worker` what all threads here have in common. [`export`] sends to collectors.
+//! (Parquet), `journal` the lines of the one that is being written, `files` the directory of both, `keeper` what becomes of it when
+//! something fails, `writer` the thread, `worker` what all threads here have in common. [`export`] sends to collectors.
 
 pub mod export;
 mod files;
 pub mod flows;
 mod journal;
+mod keeper;
 #[cfg(test)]
 mod programs_tests;
 mod segment;

@@ -69,22 +69,33 @@ fn names(limits: &Limits) -> Vec<String> {
     names
 }
 
+fn open(limits: &Limits, second: i64) -> Log<LeaseRecord> {
+    Log::open(limits.clone(), second * 1_000_000).unwrap()
+}
+
+/// Ends a log's journal and begins another one with a record.
+fn rotate(log: &mut Log<LeaseRecord>, second: i64) {
+    log.rotate(second * 1_000_000).unwrap();
+    log.append(&[alive(second)]).unwrap();
+    log.tidy(second * 1_000_000).unwrap();
+}
+
 #[test]
 fn a_log_goes_on_after_rotations_and_crashes() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
-    let mut log = Log::open(limits.clone(), 1_000_000).unwrap();
+    let mut log = open(&limits, 1);
     log.append(&[alive(1), alive(2)]).unwrap();
-    log.rotate(3_000_000).unwrap();
-    log.append(&[alive(3)]).unwrap();
+    rotate(&mut log, 3);
     assert_eq!(all(&limits), [alive(1), alive(2), alive(3)]);
     // It dies in the middle of a line, and in the middle of a segment.
     drop(log);
     let journal = limits.directory.join("00000000000003000000.journal");
     fs::write(&journal, [&fs::read(&journal).unwrap()[..], b"{\"at\":4"].concat()).unwrap();
-    fs::write(limits.directory.join("00000000000003000000.part"), "PAR1").unwrap();
-    let mut log = Log::open(limits.clone(), 5_000_000).unwrap();
+    fs::write(limits.directory.join("00000000000002000000.part"), "PAR1").unwrap();
+    let mut log = open(&limits, 5);
     log.append(&[alive(5)]).unwrap();
+    log.tidy(5_000_000).unwrap();
     assert_eq!(all(&limits), [alive(1), alive(2), alive(3), alive(5)]);
     let expected = ["00000000000001000000.parquet", "00000000000003000000.parquet", "00000000000005000000.journal"];
     assert_eq!(names(&limits), expected);
@@ -94,8 +105,8 @@ fn a_log_goes_on_after_rotations_and_crashes() {
 fn files_keep_their_order_when_the_clock_is_set_back() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
-    Log::open(limits.clone(), 5_000_000).unwrap().append(&[alive(5)]).unwrap();
-    Log::open(limits.clone(), 2_000_000).unwrap().append(&[alive(2)]).unwrap();
+    open(&limits, 5).append(&[alive(5)]).unwrap();
+    open(&limits, 2).append(&[alive(2)]).unwrap();
     assert_eq!(all(&limits), [alive(5), alive(2)]);
 }
 
@@ -103,15 +114,15 @@ fn files_keep_their_order_when_the_clock_is_set_back() {
 fn a_journal_whose_segment_is_there_counts_once() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
-    let mut log = Log::open(limits.clone(), 1_000_000).unwrap();
+    let mut log = open(&limits, 1);
     log.append(&[alive(1)]).unwrap();
     let journal = limits.directory.join("00000000000001000000.journal");
     let text = fs::read(&journal).unwrap();
-    log.rotate(2_000_000).unwrap();
+    rotate(&mut log, 2);
     fs::write(&journal, text).unwrap();
-    assert_eq!(all(&limits), [alive(1)]);
-    drop(Log::<LeaseRecord>::open(limits.clone(), 3_000_000).unwrap());
-    assert_eq!(all(&limits), [alive(1)]);
+    assert_eq!(all(&limits), [alive(1), alive(2)]);
+    rotate(&mut log, 3);
+    assert_eq!(all(&limits), [alive(1), alive(2), alive(3)]);
     assert!(!journal.exists());
 }
 
@@ -119,17 +130,94 @@ fn a_journal_whose_segment_is_there_counts_once() {
 fn old_segments_go_and_the_oldest_where_all_are_too_large() {
     let directory = tempfile::tempdir().unwrap();
     let mut limits = limits(directory.path());
-    let mut log = Log::open(limits.clone(), 1_000_000).unwrap();
-    for second in [1, 50, 100] {
-        log.append(&[alive(second)]).unwrap();
-        log.rotate((second + 10) * 1_000_000).unwrap();
-    }
+    let mut log = open(&limits, 1);
+    log.append(&[alive(1)]).unwrap();
+    rotate(&mut log, 11);
+    rotate(&mut log, 50);
     // The first ended with the second 11.
-    log.expire(112_000_000).unwrap();
-    assert_eq!(all(&limits), [alive(50), alive(100)]);
+    log.tidy(112_000_000).unwrap();
+    assert_eq!(all(&limits), [alive(11), alive(50)]);
     limits.bytes = 1;
     drop(log);
-    Log::<LeaseRecord>::open(limits.clone(), 120_000_000).unwrap().expire(121_000_000).unwrap();
+    open(&limits, 120).tidy(121_000_000).unwrap();
     assert_eq!(all(&limits), []);
     assert_eq!(names(&limits), ["00000000000120000000.journal"]);
+}
+
+/// A keeper of journals of two records besides their beginning, which is one.
+fn keeper(limits: &Limits) -> keeper::Keeper<LeaseRecord> {
+    keeper::Keeper::new(limits.clone(), "tests", keeper::Longest { records: 2, age: i64::MAX })
+}
+
+#[test]
+fn a_log_that_cannot_be_written_still_removes_what_is_too_old() {
+    let directory = tempfile::tempdir().unwrap();
+    let limits = limits(directory.path());
+    let mut log = open(&limits, 1);
+    log.append(&[alive(1)]).unwrap();
+    rotate(&mut log, 10);
+    let mut keeper = keeper(&limits);
+    assert!(keeper.open(20_000_000) && keeper.append(&[alive(20)]));
+    keeper.tend(20_000_000);
+    keeper.fill(true).unwrap();
+    for second in [21, 100, 170] {
+        assert!(!keeper.append(&[alive(second)]));
+        keeper.tend(second * 1_000_000);
+    }
+    assert_eq!(names(&limits), ["00000000000020000000.journal"]);
+    keeper.fill(false).unwrap();
+    assert!(keeper.append(&[alive(171)]));
+    assert_eq!(all(&limits), [alive(20), alive(171)]);
+}
+
+/// Lets the disk be full for the segment of a journal that begins at this second.
+fn fill(limits: &Limits, second: i64) {
+    let part = limits.directory.join(format!("{:020}.part", second * 1_000_000));
+    std::os::unix::fs::symlink("/dev/full", part).unwrap();
+}
+
+#[test]
+fn a_journal_that_could_not_become_a_segment_becomes_one_before_newer_ones() {
+    let directory = tempfile::tempdir().unwrap();
+    let limits = limits(directory.path());
+    let mut keeper = keeper(&limits);
+    assert!(keeper.open(1_000_000));
+    let mut write = |second: i64| {
+        assert!(keeper.append(&[alive(second)]));
+        if keeper.rotate(second * 1_000_000) {
+            assert!(keeper.append(&[alive(second)]));
+        }
+        keeper.tend(second * 1_000_000);
+    };
+    write(1);
+    fill(&limits, 1);
+    (2..=3).for_each(&mut write);
+    let names = || names(&limits);
+    // Nothing is left of the segment, and nothing newer is finished.
+    assert_eq!(names(), ["00000000000001000000.journal", "00000000000003000000.journal"]);
+    (4..=5).for_each(&mut write);
+    let finished = ["00000000000001000000.parquet", "00000000000003000000.parquet", "00000000000005000000.journal"];
+    assert_eq!(names(), finished);
+    // Without another journal, it is tried again after a minute.
+    fill(&limits, 5);
+    (6..=7).for_each(&mut write);
+    assert_eq!(names()[2..], ["00000000000005000000.journal", "00000000000007000000.journal"]);
+    write(67);
+    assert!(!limits.directory.join("00000000000005000000.journal").exists(), "{:?}", names());
+    assert_eq!(all(&limits).len(), 11);
+}
+
+#[test]
+fn a_full_disk_is_called_one_and_other_errors_have_no_remedy() {
+    let directory = tempfile::tempdir().unwrap();
+    let limits = limits(directory.path());
+    let mut log = open(&limits, 1);
+    log.append(&[alive(1)]).unwrap();
+    log.rotate(2_000_000).unwrap();
+    log.append(&[alive(2)]).unwrap();
+    fill(&limits, 1);
+    let full = log.tidy(3_000_000).unwrap_err().to_string();
+    assert!(full.contains("make room, or set flowLog.mode to Off"), "{full}");
+    let missing = read(&limits.directory.join("none"), |_| true).unwrap_err().to_string();
+    assert!(missing.contains("none: ") && !missing.contains("room"), "{missing}");
 }

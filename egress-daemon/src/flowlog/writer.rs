@@ -1,12 +1,13 @@
 //! The thread that follows leases and logs them, from the moment when its node becomes a gateway.
 
 use super::export::{Change, Exporters, Ports, Record};
+use super::keeper::{Keeper, Longest};
 use super::worker::Worker;
-use super::{FlowLog, Limits, Log, LogError, MAX_BYTES, Mode, now};
+use super::{FlowLog, Limits, MAX_BYTES, Mode, now};
 use crate::store::{Key, Store};
 use egress_common::port_block;
 use egress_core::{
-    leaselog::{Book, LeaseEvent, LeaseRecord, PortLease},
+    leaselog::{Book, LeaseRecord, Moment, PortLease, Scribe},
     model::NodeName,
 };
 use egress_objects::api::{EgressIP, EgressNode, EgressNodeSpec};
@@ -16,17 +17,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often leases are read and written, which is also what a crash loses.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// After how much silence a log records that nothing happened, in microseconds.
-const ALIVE: i64 = 10_000_000;
-/// The greatest length of a journal, in records besides those that it begins with, and in microseconds.
-const JOURNAL_RECORDS: usize = 100_000;
-const JOURNAL_AGE: i64 = 6 * 3600 * 1_000_000;
-/// How soon a failed rotation is retried, in microseconds.
-const ROTATION_PAUSE: i64 = 60_000_000;
+/// The greatest length of a journal.
+const LONGEST: Longest = Longest { records: 100_000, age: 6 * 3600 * 1_000_000 };
 
 /// What was written, for metrics.
 #[derive(Debug, Default)]
@@ -66,9 +62,11 @@ impl LogWriter {
 }
 
 fn run(mut follower: Follower, mut telling: Telling, stopped: &Receiver<()>) {
+    let start = Instant::now();
+    let moment = || Moment { at: now(), uptime: start.elapsed().as_micros() as i64 };
     telling.look(now());
     while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
-        follower.look(now());
+        follower.look(moment(), follower.store.is_connected());
         telling.look(now());
     }
     follower.stop(now());
@@ -112,71 +110,65 @@ impl Telling {
 }
 
 struct Follower {
-    limits: Limits,
+    keeper: Keeper<LeaseRecord>,
     node: String,
     store: Store,
     counts: Arc<Counts>,
-    book: Book,
+    scribe: Scribe,
     seen: Option<u64>,
-    log: Option<Log<LeaseRecord>>,
-    /// Events that were not written since the last that were.
-    lost: u64,
-    last: i64,
-    /// The earliest time at which a journal may become a segment, after that has failed.
-    rotation: i64,
 }
 
 impl Follower {
     fn new(limits: Limits, node: &str, store: Store, counts: Arc<Counts>) -> Self {
-        let (book, node) = (Book::default(), node.to_owned());
-        Self { limits, node, store, counts, book, seen: None, log: None, lost: 0, last: 0, rotation: 0 }
+        let keeper = Keeper::new(limits, "leases", LONGEST);
+        Self { keeper, node: node.to_owned(), store, counts, scribe: Scribe::default(), seen: None }
     }
 
     fn stop(mut self, at: i64) {
-        if let Some(log) = &mut self.log {
-            report(log.append(&[LeaseRecord { at, event: LeaseEvent::Stopped }]));
+        if let Some(last) = self.scribe.stop(at) {
+            self.keeper.append(&[last]);
         }
     }
 
-    /// Writes what changed until now.
-    fn look(&mut self, at: i64) {
-        // A clock that was set back does not reorder the log.
-        let at = at.max(self.last);
-        let Some(log) = &self.log else {
-            // Other nodes keep nothing in memory.
-            if self.is_gateway() && self.store.is_whole::<EgressNode>() {
-                self.changes();
-                self.begin(at);
-                self.last = at;
+    /// Writes what changed until now. `connected`: whether the store hears of changes.
+    fn look(&mut self, moment: Moment, connected: bool) {
+        if !connected {
+            self.scribe.miss();
+        } else if self.keeper.is_open() || self.begin(moment) {
+            self.read();
+            let records = self.scribe.look(moment);
+            if !records.is_empty() && self.write(&records) && self.keeper.rotate(moment.at) {
+                let records = self.scribe.again();
+                self.write(&records);
             }
-            return;
-        };
-        let is_long = is_long(log, at);
-        let events = self.changes();
-        if self.lost > 0 {
-            self.recover(at, events.len());
-        } else if at >= self.rotation && is_long {
-            self.append(at, events, 0);
-            self.rotate(at);
-        } else if !events.is_empty() {
-            self.append(at, events, 0);
-        } else if at - self.last >= ALIVE {
-            self.append(at, vec![LeaseEvent::Alive], 0);
-        } else {
-            return;
         }
-        self.last = at;
+        self.keeper.tend(moment.at);
+    }
+
+    /// Begins the log if this node is a gateway. Returns whether it did.
+    fn begin(&mut self, moment: Moment) -> bool {
+        // Other nodes keep nothing in memory.
+        if !self.is_gateway() || !self.store.is_whole::<EgressNode>() {
+            return false;
+        }
+        if !self.keeper.open(moment.at) {
+            self.counts.lost.fetch_add(1, Ordering::Relaxed);
+            return false;
+        }
+        self.read();
+        self.scribe.begin(moment);
+        true
     }
 
     fn is_gateway(&self) -> bool {
         self.store.list::<EgressIP>().iter().any(|object| object.carriers().any(|name| name == self.node))
     }
 
-    /// What changed in the leases of nodes since the last read.
-    fn changes(&mut self) -> Vec<LeaseEvent> {
+    /// Takes in what changed in the leases of nodes since the last time.
+    fn read(&mut self) {
         let revision = self.store.revision::<EgressNode>();
         if self.seen == Some(revision) {
-            return Vec::new();
+            return;
         }
         let changed = self.seen.and_then(|seen| self.store.changed::<EgressNode>(seen));
         self.seen = Some(revision);
@@ -184,96 +176,26 @@ impl Follower {
             Some(keys) => keys.into_iter().collect(),
             None => {
                 let listed = self.store.list::<EgressNode>();
-                let known = self.book.nodes().map(|node| Key::cluster(node.as_str()));
+                let known = self.scribe.nodes().map(|node| Key::cluster(node.as_str()));
                 listed.iter().map(|object| Key::of(object.as_ref())).chain(known).collect()
             }
         };
-        let mut events = Vec::new();
         for key in keys {
             let node = NodeName::from(key.name.as_str());
             let object = self.store.get::<EgressNode>(&key);
             let leases = object.map(|object| leases(&node, &object.spec)).unwrap_or_default();
-            events.extend(self.book.take_in(&node, leases));
-        }
-        // A block that one node returns may be granted to another.
-        events.sort_by_key(|event| matches!(event, LeaseEvent::Granted(_)));
-        events
-    }
-
-    fn begin(&mut self, at: i64) {
-        match Log::open(self.limits.clone(), at) {
-            Ok(log) => {
-                self.log = Some(log);
-                self.whole(at, LeaseEvent::Started);
-                self.expire(at);
-            }
-            Err(error) => self.fail(&error, 1),
+            self.scribe.take_in(&node, leases);
         }
     }
 
-    /// After a failure: records what was lost, and everything that is held.
-    fn recover(&mut self, at: i64, more: usize) {
-        let lost = self.lost + more as u64;
-        self.counts.lost.fetch_add(more as u64, Ordering::Relaxed);
-        self.lost = lost;
-        let first = vec![LeaseEvent::Lost(lost), LeaseEvent::Continued];
-        let events = first.into_iter().chain(self.book.held()).collect();
-        self.append(at, events, lost);
-    }
-
-    fn rotate(&mut self, at: i64) {
-        let Some(log) = &mut self.log else { return };
-        let before = log.journal().1;
-        let rotated = log.rotate(at);
-        if log.journal().1 == before {
-            self.rotation = at + ROTATION_PAUSE;
-        } else {
-            self.whole(at, LeaseEvent::Continued);
+    fn write(&mut self, records: &[LeaseRecord]) -> bool {
+        let written = self.keeper.append(records);
+        let lost = self.scribe.note(written);
+        self.counts.lost.fetch_add(lost, Ordering::Relaxed);
+        if written {
+            self.counts.written.fetch_add(records.len() as u64, Ordering::Relaxed);
         }
-        report(rotated);
-        self.expire(at);
-    }
-
-    fn whole(&mut self, at: i64, first: LeaseEvent) {
-        let events = std::iter::once(first).chain(self.book.held()).collect();
-        self.append(at, events, 0);
-    }
-
-    fn expire(&self, at: i64) {
-        report(self.log.as_ref().map_or(Ok(()), |log| log.expire(at)));
-    }
-
-    /// Writes events, which report `recovered` lost ones.
-    fn append(&mut self, at: i64, events: Vec<LeaseEvent>, recovered: u64) {
-        let records: Vec<LeaseRecord> = events.into_iter().map(|event| LeaseRecord { at, event }).collect();
-        let count = records.len() as u64;
-        match self.log.as_mut().map(|log| log.append(&records)) {
-            Some(Err(error)) if recovered == 0 => self.fail(&error, count),
-            Some(Err(error)) => tracing::debug!("the lease log is still not written: {error}"),
-            _ => {
-                self.counts.written.fetch_add(count, Ordering::Relaxed);
-                self.lost -= recovered;
-            }
-        }
-    }
-
-    fn fail(&mut self, error: &LogError, count: u64) {
-        if self.lost == 0 {
-            tracing::error!("cannot log leases: {error}");
-        }
-        self.lost += count;
-        self.counts.lost.fetch_add(count, Ordering::Relaxed);
-    }
-}
-
-fn is_long(log: &Log<LeaseRecord>, at: i64) -> bool {
-    let (records, began) = log.journal();
-    records >= JOURNAL_RECORDS || at - began >= JOURNAL_AGE
-}
-
-fn report(result: Result<(), LogError>) {
-    if let Err(error) = result {
-        tracing::error!("the lease log: {error}");
+        written
     }
 }
 

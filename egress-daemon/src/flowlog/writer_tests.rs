@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::store::Files;
+use egress_core::leaselog::LeaseEvent;
 use serde_json::json;
 use std::path::Path;
 
@@ -21,6 +22,15 @@ impl LogFixture {
         let limits = Limits { directory: log, retention: Duration::from_secs(3600), bytes: MAX_BYTES };
         let follower = Follower::new(limits, "gw1", store.clone(), Arc::default());
         Self { directory, store, follower }
+    }
+
+    /// A second passes.
+    fn look(&mut self, second: i64) {
+        self.look_when(second, second, true);
+    }
+
+    fn look_when(&mut self, second: i64, uptime: i64, connected: bool) {
+        self.follower.look(Moment { at: second * SECOND, uptime: uptime * SECOND }, connected);
     }
 
     fn log(&self) -> std::path::PathBuf {
@@ -71,18 +81,18 @@ async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
     let mut world = LogFixture::new();
     world.lease("w1", Some(&[(0, 2)])).await;
     world.gateway("gw2").await;
-    world.follower.look(SECOND);
+    world.look(1);
     assert!(!Path::new(&world.log()).exists());
 
     world.store.delete(world.store.list::<EgressIP>()[0].as_ref()).await.unwrap();
     world.gateway("gw1").await;
-    world.follower.look(2 * SECOND);
+    world.look(2);
     world.lease("w2", Some(&[(4, 1)])).await;
-    world.follower.look(3 * SECOND);
-    world.follower.look(4 * SECOND);
+    world.look(3);
+    world.look(4);
     world.lease("w1", None).await;
-    world.follower.look(5 * SECOND);
-    world.follower.look(15 * SECOND);
+    world.look(5);
+    world.look(15);
     let expected = [
         (2, LeaseEvent::Started),
         (2, LeaseEvent::Held(ports("w1", 1024, 1151))),
@@ -98,14 +108,14 @@ async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
 async fn records_lost_to_a_full_disk_are_counted_and_logged() {
     let mut world = LogFixture::new();
     world.gateway("gw1").await;
-    world.follower.look(SECOND);
-    world.follower.log.as_mut().unwrap().fill(true).unwrap();
+    world.look(1);
+    world.follower.keeper.fill(true).unwrap();
     for (second, count) in [(2, 1), (3, 2)] {
         world.lease("w1", Some(&[(0, count)])).await;
-        world.follower.look(second * SECOND);
+        world.look(second);
     }
-    world.follower.log.as_mut().unwrap().fill(false).unwrap();
-    world.follower.look(4 * SECOND);
+    world.follower.keeper.fill(false).unwrap();
+    world.look(4);
     let expected = [
         (1, LeaseEvent::Started),
         (4, LeaseEvent::Lost(2)),
@@ -114,7 +124,7 @@ async fn records_lost_to_a_full_disk_are_counted_and_logged() {
     ];
     assert_eq!(world.written(), expected);
     assert_eq!(world.follower.counts.lost.load(Ordering::Relaxed), 2);
-    world.follower.look(14 * SECOND);
+    world.look(14);
     assert_eq!(world.written().last(), Some(&(14, LeaseEvent::Alive)));
 }
 
@@ -123,13 +133,64 @@ async fn a_long_journal_becomes_a_segment_that_says_all_by_itself() {
     let mut world = LogFixture::new();
     world.lease("w1", Some(&[(0, 1)])).await;
     world.gateway("gw1").await;
-    world.follower.look(SECOND);
-    world.follower.look(SECOND + JOURNAL_AGE);
+    world.look(1);
+    world.look(1 + LONGEST.age / SECOND);
     let held = LeaseEvent::Held(ports("w1", 1024, 1087));
     let events: Vec<LeaseEvent> = world.written().into_iter().map(|(_, event)| event).collect();
-    assert_eq!(events, [LeaseEvent::Started, held.clone(), LeaseEvent::Continued, held]);
+    assert_eq!(events, [LeaseEvent::Started, held.clone(), LeaseEvent::Alive, LeaseEvent::Continued, held]);
     let files = std::fs::read_dir(world.log()).unwrap();
     let mut kinds: Vec<_> = files.map(|file| file.unwrap().path().extension().unwrap().to_owned()).collect();
     kinds.sort();
     assert_eq!(kinds, ["journal", "parquet"]);
+}
+
+#[tokio::test]
+async fn a_journal_that_begins_with_many_leases_is_not_long_because_of_them() {
+    let mut world = LogFixture::new();
+    let blocks: Vec<(u16, u16)> = (0..200).map(|block| (2 * block, 1)).collect();
+    world.lease("w1", Some(&blocks)).await;
+    world.gateway("gw1").await;
+    world.follower.keeper = Keeper::new(
+        Limits { directory: world.log(), retention: Duration::from_secs(3600), bytes: MAX_BYTES },
+        "leases",
+        Longest { records: 3, ..LONGEST },
+    );
+    let files = |world: &LogFixture| std::fs::read_dir(world.log()).unwrap().count();
+    for (second, blocks) in [(1, &blocks[..]), (2, &blocks[1..]), (3, &blocks[2..])] {
+        world.lease("w1", Some(blocks)).await;
+        world.look(second);
+    }
+    assert_eq!((files(&world), world.written().len()), (1, 203));
+    world.lease("w1", Some(&blocks[3..])).await;
+    world.look(4);
+    assert_eq!((files(&world), world.written().len()), (2, 204 + 198));
+}
+
+#[tokio::test]
+async fn a_gateway_that_hears_of_nothing_writes_nothing_and_says_so_afterwards() {
+    let mut world = LogFixture::new();
+    world.gateway("gw1").await;
+    world.look_when(1, 1, false);
+    assert!(!world.log().exists());
+    world.look(2);
+    world.lease("w1", Some(&[(0, 1)])).await;
+    (3..30).for_each(|second| world.look_when(second, second, false));
+    world.look(30);
+    // Then its clock is set back by ten seconds.
+    world.look_when(21, 31, true);
+    let expected = [
+        (2, LeaseEvent::Started),
+        (30, LeaseEvent::Lost(0)),
+        (30, LeaseEvent::Granted(ports("w1", 1024, 1087))),
+        (31, LeaseEvent::Alive),
+        (21, LeaseEvent::Alive),
+    ];
+    assert_eq!(world.written(), expected);
+    // It ends while it hears of nothing: nobody vouches for that time.
+    world.look_when(22, 32, false);
+    let LogFixture { directory: _kept, store: _, follower } = world;
+    let log = follower.keeper.directory().to_owned();
+    follower.stop(23 * SECOND);
+    let records = super::super::read(&log, |_| true).unwrap();
+    assert_eq!(records.last().map(|record| &record.event), Some(&LeaseEvent::Alive));
 }

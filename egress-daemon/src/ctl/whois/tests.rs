@@ -58,7 +58,7 @@ fn leases_name_the_node_and_say_why_not_the_pod() {
     let doubts = [Doubt::Unwritten(Some(HOUR), Some(3 * HOUR))].into();
     let view =
         whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, leases(LeaseAnswer { doubts, ..answer }));
-    assert!(!view.node_certain && view.text().contains("nobody wrote from 1970-01-01T01:00:00Z"), "{}", view.text());
+    assert!(!view.node_certain && view.text().contains("changes from 1970-01-01T01:00:00Z"), "{}", view.text());
     let nobody = whois(seen(), Moment { from: 0, until: 0 }, None, leases(LeaseAnswer::default()));
     assert!(nobody.text().contains("no node of the cluster had this port"), "{}", nobody.text());
 }

@@ -219,10 +219,11 @@ fn doubt(doubt: &Doubt) -> String {
         Doubt::Unwritten(None, Some(until)) => format!("the log begins at {}", text(*until)),
         Doubt::Unwritten(Some(from), None) => format!("the log ends at {}", text(*from)),
         Doubt::Unwritten(Some(from), Some(until)) => {
-            format!("nobody wrote from {} to {}: ask on another gateway", text(*from), text(*until))
+            format!("changes from {} to {} may be missing: ask on another gateway", text(*from), text(*until))
         }
         Doubt::Unwritten(None, None) => "the log is empty".into(),
         Doubt::Lost(count, at) => format!("{count} events before {} were not written", text(*at)),
+        Doubt::Contradicted => "the logs of several gateways contradict each other".into(),
     }
 }
 

@@ -3,7 +3,8 @@
 use super::interpret::{Event, Interpreter, Lookup, Numbered};
 use super::{Line, MAX_BYTES, line};
 use crate::flowlog::export::{Exporters, Flow, Record};
-use crate::flowlog::files::{JOURNAL, Log, LogError, of_kind};
+use crate::flowlog::files::{JOURNAL, of_kind};
+use crate::flowlog::keeper::{Keeper, Longest};
 use crate::flowlog::worker::Worker;
 use crate::flowlog::{Counts, FlowLog, Instant, Limits, now};
 use aya::maps::{Map, MapData, MapError, RingBuf};
@@ -32,11 +33,8 @@ use std::time::Duration;
 const INTERVAL: Duration = Duration::from_secs(1);
 /// After how much silence a log records that nothing happened, in microseconds.
 const ALIVE: Instant = 10_000_000;
-/// The greatest length of a journal, in lines and in microseconds: its flows are sorted in memory.
-const JOURNAL_LINES: usize = 300_000;
-const JOURNAL_AGE: Instant = 3_600_000_000;
-/// How soon a failed rotation is retried, in microseconds.
-const ROTATION_PAUSE: Instant = 60_000_000;
+/// The greatest length of a journal: its flows are sorted in memory.
+const LONGEST: Longest = Longest { records: 300_000, age: 3_600_000_000 };
 /// How many beginnings and ends are taken at once: as many of the shortest as the buffer holds.
 const BATCH: usize = 150_000;
 
@@ -138,14 +136,13 @@ impl Source for Kernel {
 }
 
 pub(super) struct Watch<S> {
-    limits: Limits,
+    keeper: Keeper<Line>,
     node: String,
     kept: bool,
     source: S,
     counts: Arc<Counts>,
     interpreter: Interpreter,
     exporters: Exporters,
-    log: Option<Log<Line>>,
     /// The lines that the journal has to begin with, until they are written.
     header: Vec<Line>,
     /// Beginnings and ends that were not written since the last that were.
@@ -153,8 +150,6 @@ pub(super) struct Watch<S> {
     /// How many the programs had lost when that was last recorded.
     told: u64,
     last: Instant,
-    /// The earliest time at which a journal may become a segment, after that has failed.
-    rotation: Instant,
 }
 
 impl<S: Source> Watch<S> {
@@ -164,23 +159,9 @@ impl<S: Source> Watch<S> {
         let mut interpreter = Interpreter::new(config.destinations);
         interpreter.know(source.numbered());
         let told = source.lost().unwrap_or(0);
-        let (header, log) = (Vec::new(), None);
-        let (node, kept, exporters) = (node.clone(), *kept, exporters.clone());
-        Self {
-            limits,
-            node,
-            kept,
-            source,
-            counts,
-            interpreter,
-            exporters,
-            log,
-            header,
-            lost: 0,
-            told,
-            last: 0,
-            rotation: 0,
-        }
+        let keeper = Keeper::new(limits, "flows", LONGEST);
+        let (node, kept, exporters, header) = (node.clone(), *kept, exporters.clone(), Vec::new());
+        Self { keeper, node, kept, source, counts, interpreter, exporters, header, lost: 0, told, last: 0 }
     }
 
     fn run(mut self, stopped: &Receiver<()>) {
@@ -193,13 +174,17 @@ impl<S: Source> Watch<S> {
     }
 
     /// Writes what happened until now.
-    pub(super) fn look(&mut self, at: Instant, monotonic_ns: u64) {
-        self.interpreter.set_clock(at, monotonic_ns);
+    pub(super) fn look(&mut self, now: Instant, monotonic_ns: u64) {
+        self.interpreter.set_clock(now, monotonic_ns);
         // A clock that was set back does not reorder the log.
-        let at = at.max(self.last);
-        if self.log.is_none() && !self.begin(at) {
-            return;
+        let at = now.max(self.last);
+        if self.keeper.is_open() || self.begin(at) {
+            self.write(at);
         }
+        self.keeper.tend(now);
+    }
+
+    fn write(&mut self, at: Instant) {
         let events = self.source.take(BATCH);
         let total = self.source.lost().unwrap_or(self.told);
         let (flows, unknown) = self.interpreter.flows(&events, &self.source);
@@ -217,14 +202,19 @@ impl<S: Source> Watch<S> {
         }
         lines.push(Line::Alive(at, total));
         self.told = total;
-        if self.append(lines) {
-            (self.lost, self.last) = (0, at);
-            self.counts.written.fetch_add(told_lines, Ordering::Relaxed);
-        } else {
+        if !self.append(lines) {
             self.counts.lost.fetch_add(told_lines, Ordering::Relaxed);
             self.lost = missing + told_lines;
+            return;
         }
-        self.rotate(at);
+        (self.lost, self.last) = (0, at);
+        self.counts.written.fetch_add(told_lines, Ordering::Relaxed);
+        if self.keeper.rotate(at) {
+            self.header = vec![Line::Continued(at, self.node.clone())];
+            self.interpreter.forget_numbers();
+            // At once: the journal has to say how the log ends, before the one that said it becomes a segment.
+            self.append(vec![Line::Alive(at, total)]);
+        }
     }
 
     fn export(&self, flows: Vec<Flow>) {
@@ -234,75 +224,40 @@ impl<S: Source> Watch<S> {
     }
 
     pub(super) fn stop(mut self, at: Instant) {
-        if self.log.is_some() && self.lost == 0 {
+        if self.lost == 0 && self.header.is_empty() {
             self.append(vec![Line::Stopped(at.max(self.last))]);
         }
     }
 
     /// Begins the log. Returns whether that was possible.
     fn begin(&mut self, at: Instant) -> bool {
-        let left = last_words(&self.limits.directory).filter(|_| self.kept);
-        match Log::open(self.limits.clone(), at) {
-            Ok(log) => {
-                report(log.expire(at));
-                self.log = Some(log);
-                self.last = at;
-                match left {
-                    Some(left) => {
-                        self.last = left.until.min(at);
-                        self.told = left.lost;
-                        self.header = vec![Line::Continued(self.last, self.node.clone())];
-                        if !left.stopped {
-                            self.header.push(Line::Lost(self.last, at, 0));
-                        }
-                    }
-                    None => self.header = vec![Line::Started(at, self.node.clone())],
-                }
-                true
-            }
-            Err(error) => {
-                if self.lost == 0 {
-                    tracing::error!("flows are not logged: {error}");
-                    self.lost = 1;
-                }
-                false
-            }
+        if !self.keeper.open(at) {
+            return false;
         }
+        self.last = at;
+        match last_words(self.keeper.directory()).filter(|_| self.kept) {
+            Some(left) => {
+                self.last = left.until.min(at);
+                self.told = left.lost;
+                self.header = vec![Line::Continued(self.last, self.node.clone())];
+                if !left.stopped {
+                    self.header.push(Line::Lost(self.last, at, 0));
+                }
+            }
+            None => self.header = vec![Line::Started(at, self.node.clone())],
+        }
+        true
     }
 
     fn append(&mut self, lines: Vec<Line>) -> bool {
-        let Some(log) = &mut self.log else { return false };
         let lines: Vec<Line> = self.header.iter().cloned().chain(lines).collect();
-        match log.append(&lines) {
-            Ok(()) => {
-                self.header.clear();
-                true
-            }
-            Err(error) => {
-                if self.lost == 0 {
-                    tracing::error!("flows are not logged: {error}");
-                }
-                self.interpreter.forget_numbers();
-                false
-            }
-        }
-    }
-
-    fn rotate(&mut self, at: Instant) {
-        let Some(log) = &mut self.log else { return };
-        let (records, began) = log.journal();
-        if at < self.rotation || self.lost > 0 || (records < JOURNAL_LINES && at - began < JOURNAL_AGE) {
-            return;
-        }
-        let rotated = log.rotate(at);
-        if log.journal().1 == began {
-            self.rotation = at + ROTATION_PAUSE;
+        let written = self.keeper.append(&lines);
+        if written {
+            self.header.clear();
         } else {
-            self.header = vec![Line::Continued(at, self.node.clone())];
             self.interpreter.forget_numbers();
         }
-        report(rotated);
-        report(log.expire(at));
+        written
     }
 }
 
@@ -315,13 +270,15 @@ struct Left {
     stopped: bool,
 }
 
-/// The end of the journal that an earlier agent left; `None` if there is none.
+/// The end of the last journal of an earlier agent that says anything; `None` if there is none.
 fn last_words(directory: &Path) -> Option<Left> {
-    let journal = of_kind(directory, JOURNAL).ok()?.pop()?;
-    let text = fs::read(journal).ok()?;
+    of_kind(directory, JOURNAL).ok()?.iter().rev().find_map(|journal| words(&fs::read(journal).ok()?))
+}
+
+fn words(text: &[u8]) -> Option<Left> {
     let is_of_flow = line::may_have(0);
     let mut left: Option<Left> = None;
-    for line in line::decode(&text, |line| is_of_flow(line)).flatten() {
+    for line in line::decode(text, |line| is_of_flow(line)).flatten() {
         match (line, &mut left) {
             (Line::Alive(until, lost), left) => *left = Some(Left { until, lost, stopped: false }),
             (Line::Stopped(until), Some(left)) => (left.until, left.stopped) = (until, true),
@@ -329,10 +286,4 @@ fn last_words(directory: &Path) -> Option<Left> {
         }
     }
     left
-}
-
-fn report(result: Result<(), LogError>) {
-    if let Err(error) = result {
-        tracing::error!("the flow log: {error}");
-    }
 }

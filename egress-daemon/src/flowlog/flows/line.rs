@@ -4,7 +4,6 @@ use super::merge::Journal;
 use super::segment;
 use crate::flowlog::{Instant, files};
 use serde::{Deserialize, Serialize};
-use std::io;
 use std::net::{IpAddr, SocketAddr};
 
 /// The beginning of a flow, or what its end repeats of it.
@@ -99,10 +98,10 @@ impl files::Entry for Line {
         encode(lines)
     }
 
-    fn segment(journal: &[u8], out: impl io::Write + Send) -> parquet::errors::Result<bool> {
-        match Journal::of(decode(journal, |_| true)) {
-            Some(mut journal) => segment::write(&mut journal, out).map(|()| true),
-            None => Ok(false),
-        }
+    fn segment(journal: &[u8]) -> parquet::errors::Result<Option<Vec<u8>>> {
+        let Some(mut journal) = Journal::of(decode(journal, |_| true)) else { return Ok(None) };
+        let mut segment = Vec::new();
+        segment::write(&mut journal, &mut segment)?;
+        Ok(Some(segment))
     }
 }

@@ -1,0 +1,132 @@
+//! What both logs do about failures and growth: a log is begun as soon as the disk lets it be, long journals become segments, and what is
+//! too old goes, even while nothing can be written.
+
+use super::files::Entry;
+use super::{Instant, Limits, Log, LogError};
+use std::path::Path;
+
+/// How soon what has failed is tried again, apart from writing, in microseconds.
+const PAUSE: Instant = 60_000_000;
+
+/// The greatest length of a journal.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Longest {
+    /// In records, besides those that it begins with.
+    pub(super) records: usize,
+    /// In microseconds.
+    pub(super) age: Instant,
+}
+
+/// A log, once it could be begun.
+#[derive(Debug)]
+pub(super) struct Keeper<E> {
+    limits: Limits,
+    /// What is logged, for messages.
+    what: &'static str,
+    longest: Longest,
+    log: Option<Log<E>>,
+    /// How many records the journal begins with.
+    header: usize,
+    /// When a journal could not be begun; absent if the last attempt was successful.
+    refused: Option<Instant>,
+    /// Whether the last write failed.
+    is_unwritten: bool,
+    /// Whether another journal has begun since the log was tidied.
+    is_new: bool,
+    /// When the log was tidied, and whether that failed.
+    tidied: (Instant, bool),
+}
+
+impl<E: Entry> Keeper<E> {
+    pub(super) fn new(limits: Limits, what: &'static str, longest: Longest) -> Self {
+        let (log, refused, tidied) = (None, None, (0, false));
+        Self { limits, what, longest, log, header: 0, refused, is_unwritten: false, is_new: false, tidied }
+    }
+
+    /// The log's directory.
+    pub(super) fn directory(&self) -> &Path {
+        &self.limits.directory
+    }
+
+    /// Whether the log is open.
+    pub(super) fn is_open(&self) -> bool {
+        self.log.is_some()
+    }
+
+    /// Opens the log, unless that failed a moment ago. Returns whether it is open.
+    pub(super) fn open(&mut self, at: Instant) -> bool {
+        if self.log.is_none() && self.may_begin(at) {
+            let opened = Log::open(self.limits.clone(), at);
+            self.log = self.begun(at, opened);
+        }
+        self.log.is_some()
+    }
+
+    /// Writes records. Returns whether they are on the disk.
+    pub(super) fn append(&mut self, records: &[E]) -> bool {
+        let Some(log) = &mut self.log else { return false };
+        let is_first = log.journal().0 == 0;
+        let result = log.append(records);
+        if is_first && result.is_ok() {
+            self.header = records.len();
+        }
+        let is_known = std::mem::replace(&mut self.is_unwritten, result.is_err());
+        self.report(result, is_known).is_some()
+    }
+
+    /// Begins another journal if this one is long. Returns whether it did.
+    pub(super) fn rotate(&mut self, at: Instant) -> bool {
+        let (most, may_begin) = (self.longest, self.may_begin(at));
+        let Some(log) = &mut self.log else { return false };
+        let (records, began) = log.journal();
+        // The clock may have been set back.
+        let is_long = records.saturating_sub(self.header) >= most.records || (at - began).abs() >= most.age;
+        if !is_long || !may_begin {
+            return false;
+        }
+        let rotated = log.rotate(at);
+        self.begun(at, rotated).is_some()
+    }
+
+    /// Makes earlier journals segments and removes what is too old: once another journal has its first records, and every minute while
+    /// anything fails.
+    pub(super) fn tend(&mut self, at: Instant) {
+        let Some(log) = &self.log else { return };
+        let (tidied, is_untidy) = self.tidied;
+        let is_next = self.is_new && log.journal().0 > 0;
+        if is_next || (self.is_unwritten || is_untidy) && (at - tidied).abs() >= PAUSE {
+            let result = log.tidy(at);
+            self.tidied = (at, result.is_err());
+            self.is_new &= !is_next;
+            self.report(result, is_untidy);
+        }
+    }
+
+    /// Makes each write fail, as a disk without room does, or lets them succeed again.
+    #[cfg(test)]
+    pub(super) fn fill(&mut self, full: bool) -> std::io::Result<()> {
+        self.log.as_mut().map_or(Ok(()), |log| log.fill(full))
+    }
+
+    fn may_begin(&self, at: Instant) -> bool {
+        self.refused.is_none_or(|refused| (at - refused).abs() >= PAUSE)
+    }
+
+    /// Takes note of whether a journal could be begun.
+    fn begun<T>(&mut self, at: Instant, result: Result<T, LogError>) -> Option<T> {
+        let is_known = self.refused.is_some();
+        self.refused = result.is_err().then_some(at);
+        self.is_new |= result.is_ok();
+        self.report(result, is_known)
+    }
+
+    /// Reports what fails for the first time.
+    fn report<T>(&self, result: Result<T, LogError>, is_known: bool) -> Option<T> {
+        match result {
+            Ok(done) => return Some(done),
+            Err(error) if is_known => tracing::debug!("the log of {} still fails: {error}", self.what),
+            Err(error) => tracing::error!("the log of {}: {error}", self.what),
+        }
+        None
+    }
+}
