@@ -100,6 +100,7 @@ fn flow(pod: &str, node: &str, to: Option<&str>) -> Likely {
         began: HOUR,
         ended: Some(3 * HOUR),
         refused: false,
+        ticket: None,
     };
     Likely { flow, surely: true }
 }

@@ -181,6 +181,9 @@ fn about_log(doubt: &flows::Doubt) -> String {
             format!("nobody watched flows from {} to {}", text(*from), text(*until))
         }
         flows::Doubt::Unwatched(None, None) => "the log of flows is empty".into(),
+        flows::Doubt::Older(from) => {
+            format!("a flow from before {}, when the log of flows begins, may be missing", text(*from))
+        }
         flows::Doubt::Lost(from, until, 0) => {
             format!(
                 "beginnings and ends of flows between {} and {} may be missing: the agent was killed",

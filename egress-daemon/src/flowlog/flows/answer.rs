@@ -3,6 +3,7 @@
 use super::{Found, Recorded, Span, TICK};
 use crate::flowlog::Instant;
 use egress_core::leaselog::LeaseQuestion;
+use std::collections::HashMap;
 
 /// A flow that may have had the port at that time.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,6 +21,9 @@ pub enum Doubt {
     Unwatched(Option<Instant>, Option<Instant>),
     /// This many beginnings and ends between two times are missing, and a flow of that time may be among them.
     Lost(Instant, Instant, u64),
+    /// A flow that began before this time, when the log begins, may be missing: some were open then, and nothing shows that all of them
+    /// have ended since.
+    Older(Instant),
 }
 
 /// The flows that may have had the port, and why there may be others. `living`: live flows are also known.
@@ -41,15 +45,19 @@ pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likel
 /// Each flow once. The file in which a flow began lists it as open, and the one in which it ended lists it again.
 fn settle(found: Found) -> Vec<Recorded> {
     let Found { spans, mut flows } = found;
+    let key = |flow: &Recorded| Some((flow.ticket?, flow.protocol));
+    let ends = flows.iter().enumerate().filter(|(_, (_, flow))| flow.ended.is_some());
+    let ends: HashMap<(u32, u8), usize> = ends.filter_map(|(index, (_, flow))| Some((key(flow)?, index))).collect();
     let mut all = Vec::new();
-    while !flows.is_empty() {
-        let (number, mut flow) = flows.remove(0);
+    for index in 0..flows.len() {
+        let Some((number, mut flow)) = flows.get(index).cloned() else { break };
         if flow.ended.is_none() {
-            let end =
-                flows.iter_mut().find(|(later, end)| *later > number && end.ended.is_some() && is_same(&flow, end));
-            if let Some((_, end)) = end {
-                // The first record of the policy counts: its number may be reused later.
-                end.policy = flow.policy.or(end.policy.take());
+            let end = key(&flow).and_then(|key| flows.get_mut(*ends.get(&key)?));
+            if let Some((_, end)) = end.filter(|(later, _)| *later > number) {
+                // What was recorded first counts: by the end, the pod's name may be gone, the policy's number reused, the clock set.
+                let was_open = spans.get(number).map(|span| span.until);
+                let ended = end.ended.filter(|ended| flow.began <= *ended).or(was_open);
+                *end = Recorded { ended, refused: end.refused, ..flow };
                 continue;
             }
             // No flow survives the loss of all of a node's maps.
@@ -60,13 +68,6 @@ fn settle(found: Found) -> Vec<Recorded> {
         all.push(flow);
     }
     all
-}
-
-/// Whether both are of one flow, whose beginning may be written a moment apart where the clock was adjusted.
-fn is_same(open: &Recorded, ended: &Recorded) -> bool {
-    (open.protocol, &open.pod, &open.node, open.destination)
-        == (ended.protocol, &ended.pod, &ended.node, ended.destination)
-        && (open.began - ended.began).abs() <= TICK
 }
 
 fn doubts(spans: &[Span], question: LeaseQuestion, living: bool) -> Vec<Doubt> {
@@ -86,6 +87,7 @@ fn doubts(spans: &[Span], question: LeaseQuestion, living: bool) -> Vec<Doubt> {
     if last.is_none_or(|last| last < until + slack) {
         doubts.push(Doubt::Unwatched(last, None));
     }
+    doubts.extend(older(spans, until).filter(|_| !living).map(Doubt::Older));
     // A flow is not known if its beginning is missing, and its end is missing or yet to come.
     let lost = || spans.iter().flat_map(|span| &span.lost);
     let beginning = lost().rfind(|(since, _, _)| *since <= until + slack);
@@ -94,4 +96,16 @@ fn doubts(spans: &[Span], question: LeaseQuestion, living: bool) -> Vec<Doubt> {
         doubts.push(Doubt::Lost(*since, *at, *count));
     }
     doubts
+}
+
+/// When the recording that includes a time began, if flows from before may still be open at its end.
+fn older(spans: &[Span], time: Instant) -> Option<Instant> {
+    let starts = |index: &usize| spans.get(*index).is_some_and(|span| span.started);
+    let last = spans.iter().rposition(|span| span.from <= time)?;
+    let first = (0..=last).rev().find(starts).unwrap_or(0);
+    let end = (last + 1..spans.len()).find(starts).unwrap_or(spans.len());
+    let of_run = spans.get(first..end)?;
+    let from = of_run.first()?.from;
+    let is_known = |span: &Span| span.oldest.is_none_or(|began| from <= began + TICK);
+    (!of_run.iter().any(is_known)).then_some(from)
 }

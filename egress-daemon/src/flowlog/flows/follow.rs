@@ -2,7 +2,7 @@
 
 use super::interpret::{Event, Interpreter, Lookup, Numbered};
 use super::{Line, MAX_BYTES, line};
-use crate::flowlog::export::{Exporters, Flow, Record};
+use crate::flowlog::export::{self, Exporters, Record};
 use crate::flowlog::files::{JOURNAL, of_kind};
 use crate::flowlog::keeper::{Keeper, Longest};
 use crate::flowlog::worker::Worker;
@@ -11,6 +11,7 @@ use aya::maps::{Map, MapData, MapError, RingBuf};
 use egress_common::{
     abi::{NameKey, name_kind},
     egress::EgressIp,
+    flow::Flow,
     limits, net,
     verdict::Counter,
 };
@@ -80,6 +81,8 @@ pub(super) trait Source: Lookup {
     fn lost(&self) -> Option<u64>;
     /// Everything that has a number.
     fn numbered(&self) -> Numbered;
+    /// The tick in which the oldest open flow began; absent if none is open.
+    fn oldest(&self) -> Option<u32>;
 }
 
 /// The programs' maps.
@@ -132,6 +135,14 @@ impl Source for Kernel {
         let names = self.maps.names.iter().filter_map(Result::ok);
         let pods = names.filter(|(key, _)| key.kind == name_kind::ENDPOINT);
         Numbered { egress_ips, pods: pods.map(|(key, name)| (key.id, name_text(&name))).collect() }
+    }
+
+    fn oldest(&self) -> Option<u32> {
+        // What cannot be read may be of any age.
+        let began = |flow: Result<Flow, MapsError>| flow.map_or(0, |flow| flow.created);
+        let v4 = self.maps.v4.flows.iter().map(|entry| began(entry.map(|(_, flow)| flow)));
+        let v6 = self.maps.v6.flows.iter().map(|entry| began(entry.map(|(_, flow)| flow)));
+        v4.chain(v6).min()
     }
 }
 
@@ -210,14 +221,14 @@ impl<S: Source> Watch<S> {
         (self.lost, self.last) = (0, at);
         self.counts.written.fetch_add(told_lines, Ordering::Relaxed);
         if self.keeper.rotate(at) {
-            self.header = vec![Line::Continued(at, self.node.clone())];
+            self.header = self.first(Line::Continued(at, self.node.clone()));
             self.interpreter.forget_numbers();
             // At once: the journal has to say how the log ends, before the one that said it becomes a segment.
             self.append(vec![Line::Alive(at, total)]);
         }
     }
 
-    fn export(&self, flows: Vec<Flow>) {
+    fn export(&self, flows: Vec<export::Flow>) {
         if !self.exporters.is_empty() {
             self.exporters.send(flows.into_iter().map(Record::Flow).collect());
         }
@@ -239,14 +250,20 @@ impl<S: Source> Watch<S> {
             Some(left) => {
                 self.last = left.until.min(at);
                 self.told = left.lost;
-                self.header = vec![Line::Continued(self.last, self.node.clone())];
+                self.header = self.first(Line::Continued(self.last, self.node.clone()));
                 if !left.stopped {
                     self.header.push(Line::Lost(self.last, at, 0));
                 }
             }
-            None => self.header = vec![Line::Started(at, self.node.clone())],
+            None => self.header = self.first(Line::Started(at, self.node.clone())),
         }
         true
+    }
+
+    /// The lines that a journal begins with, after this one.
+    fn first(&self, line: Line) -> Vec<Line> {
+        let oldest = self.source.oldest().map(|tick| Line::Oldest(self.interpreter.time(tick)));
+        std::iter::once(line).chain(oldest).collect()
     }
 
     fn append(&mut self, lines: Vec<Line>) -> bool {

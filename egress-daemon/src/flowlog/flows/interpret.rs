@@ -181,7 +181,8 @@ impl Interpreter {
         lines
     }
 
-    fn time(&self, tick: u32) -> Instant {
+    /// When a tick began.
+    pub(super) fn time(&self, tick: u32) -> Instant {
         self.offset + ((u64::from(tick) << TICK_SHIFT) / 1000) as Instant
     }
 

@@ -50,6 +50,8 @@ pub enum Line {
     Started(Instant, String),
     /// The journal of this node begins, and nothing was missed before it.
     Continued(Instant, String),
+    /// When the oldest flow began that was open at the journal's beginning; absent if none was.
+    Oldest(Instant),
     /// Everything until now is written. With the number of beginnings and ends that the programs have lost since their maps were made.
     Alive(Instant, u64),
     /// Writing ends, and nothing is missing until now.

@@ -11,6 +11,15 @@ pub(super) struct Row {
     pub(super) entry: Entry,
     pub(super) ended: Option<Instant>,
     pub(super) refused: bool,
+    /// Whether it began in this journal.
+    pub(super) began: bool,
+}
+
+impl Row {
+    /// The ticket, if another file may have the rest of the flow.
+    pub(super) fn ticket(&self) -> Option<u32> {
+        (!self.began || self.ended.is_none()).then_some(self.entry.ticket)
+    }
 }
 
 /// The contents of a journal. A journal whose first line is lost begins with its first event.
@@ -57,12 +66,13 @@ impl Journal {
                 self.span = Span { from: at, until: at, ..Span::default() };
                 self.node = node;
             }
+            Line::Oldest(began) => self.span.oldest = Some(began),
             Line::Alive(at, _) | Line::Stopped(at) => self.span.until = self.span.until.max(at),
             Line::Lost(from, until, count) => self.span.lost.push((from, until, count)),
             Line::Name(number, name) => drop(self.names.insert(number, name)),
             Line::Began(entry) => {
                 begun.insert((entry.ticket, entry.port, entry.egress_ip), self.rows.len());
-                self.rows.push(Row { entry, ended: None, refused: false });
+                self.rows.push(Row { entry, ended: None, refused: false, began: true });
             }
             Line::Ended(entry, last) => self.end(entry, last, false, begun),
             Line::Refused(entry, last) => self.end(entry, last, true, begun),
@@ -70,12 +80,19 @@ impl Journal {
     }
 
     fn end(&mut self, entry: Entry, last: Instant, refused: bool, begun: &mut Begun) {
-        let ended = Some(last.max(entry.began));
+        let known = self.span.until;
         let place = begun.remove(&(entry.ticket, entry.port, entry.egress_ip));
         match place.and_then(|place| self.rows.get_mut(place)) {
             // Its policy's number may have been reused by now: the first record counts.
-            Some(row) => (row.ended, row.refused) = (ended, refused),
-            None => self.rows.push(Row { entry, ended, refused }),
+            Some(row) => {
+                // If the clock was set back in between, it was open until then.
+                let ended = if last < row.entry.began { known.max(row.entry.began) } else { last };
+                (row.ended, row.refused) = (Some(ended), refused);
+            }
+            None => {
+                let ended = Some(last.max(entry.began));
+                self.rows.push(Row { entry, ended, refused, began: false });
+            }
         }
     }
 
@@ -86,7 +103,7 @@ impl Journal {
 
     /// A row, resolved for use outside the file.
     pub(super) fn recorded(&self, row: &Row) -> Recorded {
-        let Row { entry, ended, refused } = *row;
+        let Row { entry, ended, refused, .. } = *row;
         Recorded {
             egress_ip: entry.egress_ip,
             port: entry.port,
@@ -98,6 +115,7 @@ impl Journal {
             began: entry.began,
             ended,
             refused,
+            ticket: row.ticket(),
         }
     }
 }

@@ -51,6 +51,8 @@ pub struct Recorded {
     pub ended: Option<Instant>,
     /// Whether the host's firewall let no packet of it pass: the outside has not seen it.
     pub refused: bool,
+    /// Tells a flow from others of the port, if another file may have its beginning or its end.
+    pub ticket: Option<u32>,
 }
 
 /// What a file of a log covers.
@@ -62,6 +64,8 @@ pub struct Span {
     pub until: Instant,
     /// Whether nobody has recorded flows before; otherwise it continues the file before it, or the programs have kept what happened.
     pub started: bool,
+    /// When the oldest flow began that was open at the beginning; absent if none was.
+    pub oldest: Option<Instant>,
     /// Beginnings and ends that are missing: after the first time and before the second one, and how many.
     pub lost: Vec<(Instant, Instant, u64)>,
 }

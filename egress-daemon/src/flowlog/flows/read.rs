@@ -1,9 +1,10 @@
 //! Finds the flows of one port of an egress IP in a log. Reads only the parts of files that may have them.
 
 use super::merge::Journal;
-use super::{Found, line, segment};
+use super::{Found, Recorded, line, segment};
 use crate::flowlog::Instant;
 use crate::flowlog::files::{LogError, SEGMENT, all, failed};
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io;
 use std::net::IpAddr;
@@ -25,6 +26,8 @@ pub struct Wanted {
 /// Searches a log. A file that disappears meanwhile is left out.
 pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
     let mut found = Found::default();
+    // The flows that the files before list as open.
+    let mut open = HashSet::new();
     for (_, path) in all(directory)? {
         let file = match File::open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -32,8 +35,7 @@ pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
         };
         let number = found.spans.len();
         // An end concerns flows that an earlier file lists as open, whenever it was.
-        let open = found.flows.iter().any(|(_, flow)| flow.ended.is_none());
-        let wanted = &Wanted { from: if open { Instant::MIN } else { wanted.from }, ..*wanted };
+        let wanted = &Wanted { from: if open.is_empty() { wanted.from } else { Instant::MIN }, ..*wanted };
         let (span, flows) = if path.extension().is_some_and(|extension| extension == SEGMENT) {
             segment::read(file, wanted).map_err(|source| LogError::Segment { path: path.clone(), source })?
         } else {
@@ -42,13 +44,23 @@ pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
             let flows = journal.rows.iter().map(|row| journal.recorded(row)).collect();
             (journal.span, flows)
         };
-        let is_meant = |flow: &super::Recorded| {
+        let is_meant = |flow: &Recorded| {
             flow.egress_ip == wanted.egress_ip
                 && flow.port == wanted.port
                 && flow.began <= wanted.until
                 && flow.ended.is_none_or(|ended| wanted.from <= ended)
         };
-        found.flows.extend(flows.into_iter().filter(is_meant).map(|flow| (number, flow)));
+        let flows: Vec<Recorded> = flows.into_iter().filter(is_meant).collect();
+        for flow in &flows {
+            if let (Some(ticket), true) = (flow.ticket, flow.ended.is_some()) {
+                open.remove(&ticket);
+            }
+        }
+        if span.started {
+            open.clear();
+        }
+        open.extend(flows.iter().filter(|flow| flow.ended.is_none()).filter_map(|flow| flow.ticket));
+        found.flows.extend(flows.into_iter().map(|flow| (number, flow)));
         found.spans.push(span);
     }
     Ok(found)

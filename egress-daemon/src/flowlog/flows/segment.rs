@@ -42,6 +42,7 @@ message flows {
   OPTIONAL BYTE_ARRAY destination (UTF8);
   OPTIONAL INT32 destination_port;
   OPTIONAL INT64 lost;
+  OPTIONAL INT32 ticket;
 }";
 
 /// The numbers of columns.
@@ -59,6 +60,7 @@ mod at {
     pub(super) const DESTINATION: usize = 10;
     pub(super) const DESTINATION_PORT: usize = 11;
     pub(super) const LOST: usize = 12;
+    pub(super) const TICKET: usize = 13;
 }
 
 /// The values of `event`.
@@ -67,6 +69,7 @@ mod event {
     pub(super) const REFUSED: &str = "refused";
     pub(super) const STARTED: &str = "started";
     pub(super) const CONTINUED: &str = "continued";
+    pub(super) const OLDEST: &str = "oldest";
     pub(super) const LOST: &str = "lost";
 }
 
@@ -102,21 +105,24 @@ struct Cells<'a> {
     ended: Option<i64>,
     lost: Option<i64>,
     flow: Option<&'a Entry>,
+    ticket: Option<u32>,
 }
 
 impl<'a> Cells<'a> {
     fn of(row: &'a Row) -> Self {
         let event = if row.refused { event::REFUSED } else { event::FLOW };
-        Self { event, began: row.entry.began, ended: row.ended, lost: None, flow: Some(&row.entry) }
+        let (flow, ticket) = (Some(&row.entry), row.ticket());
+        Self { event, began: row.entry.began, ended: row.ended, lost: None, flow, ticket }
     }
 }
 
 fn about_file(span: &Span) -> Vec<Cells<'static>> {
     let first = if span.started { event::STARTED } else { event::CONTINUED };
-    let cells = |event, began, ended, lost| Cells { event, began, ended: Some(ended), lost, flow: None };
+    let cells = |event, began, ended, lost| Cells { event, began, ended: Some(ended), lost, flow: None, ticket: None };
     let lost =
         span.lost.iter().map(|(from, until, count)| cells(event::LOST, *from, *until, i64::try_from(*count).ok()));
-    std::iter::once(cells(first, span.from, span.until, None)).chain(lost).collect()
+    let oldest = span.oldest.map(|began| cells(event::OLDEST, began, began, None));
+    std::iter::once(cells(first, span.from, span.until, None)).chain(oldest).chain(lost).collect()
 }
 
 fn write_group<W: Write + Send>(
@@ -144,6 +150,7 @@ fn write_group<W: Write + Send>(
     optional::<ByteArrayType>(&mut group, flows().map(|flow| Some(destinations.of(flow?.destination?.ip()))))?;
     optional::<Int32Type>(&mut group, flows().map(|flow| Some(flow?.destination?.port().into())))?;
     optional::<Int64Type>(&mut group, rows.iter().map(|row| row.lost))?;
+    optional::<Int32Type>(&mut group, rows.iter().map(|row| row.ticket.map(u32::cast_signed)))?;
     group.close().map(drop)
 }
 
@@ -277,6 +284,7 @@ fn recorded(group: &dyn RowGroupReader, rows: Range<usize>, wanted: &Wanted) -> 
         (text(at::NAMESPACE)?, text(at::POD)?, text(at::NODE)?, text(at::POLICY)?);
     let (destinations, destination_ports) =
         (text(at::DESTINATION)?, part::<Int32Type>(group, at::DESTINATION_PORT, rows.clone())?);
+    let tickets = part::<Int32Type>(group, at::TICKET, rows.clone())?;
     let flow = |row: usize| -> Option<Recorded> {
         let pod = pods.get(row)?.clone().unwrap_or_else(|| "?".into());
         let destination = destinations.get(row)?.as_ref().and_then(|address| address.parse().ok());
@@ -292,6 +300,7 @@ fn recorded(group: &dyn RowGroupReader, rows: Range<usize>, wanted: &Wanted) -> 
             began: (*began.get(row)?)?,
             ended: *ended.get(row)?,
             refused: events.get(row)?.as_deref() == Some(event::REFUSED),
+            ticket: tickets.get(row)?.map(i32::cast_unsigned),
         })
     };
     Ok((0..rows.len()).filter_map(flow).collect())
@@ -307,6 +316,7 @@ fn read_span(group: &dyn RowGroupReader, span: &mut Span) -> Result<()> {
         let (Some(event), Some(began), Some(ended)) = (event, began, ended) else { continue };
         match (event.as_utf8()?, lost) {
             (event::LOST, Some(lost)) => span.lost.push((began, ended, lost.unsigned_abs())),
+            (event::OLDEST, _) => span.oldest = Some(began),
             (first, _) => (span.from, span.until, span.started) = (began, ended, first == event::STARTED),
         }
     }

@@ -60,7 +60,7 @@ fn lines() -> impl Strategy<Value = Vec<Line>> {
     });
     prop::collection::vec(flow, 0..200).prop_map(|flows| {
         let names = ["prod/web", "10.1.0.9", "policy"].map(str::to_owned);
-        let first = [Line::Continued(EPOCH, "w1".into())];
+        let first = [Line::Continued(EPOCH, "w1".into()), Line::Oldest(EPOCH - SECOND)];
         let names = names.into_iter().zip(1..).map(|(name, number)| Line::Name(number, name));
         let last = [Line::Lost(EPOCH, EPOCH + SECOND, 7), Line::Alive(EPOCH + 2 * SECOND, 7)];
         first.into_iter().chain(names).chain(flows.into_iter().flatten()).chain(last).collect()
@@ -113,6 +113,7 @@ struct Told {
     lost: u64,
     egress_ips: Vec<((u32, u32), IpAddr)>,
     names: Vec<((u32, u32), String)>,
+    oldest: Option<u32>,
 }
 
 #[derive(Clone, Default)]
@@ -140,6 +141,9 @@ impl Source for Script {
     }
     fn numbered(&self) -> Numbered {
         Numbered { egress_ips: self.0.borrow().egress_ips.clone(), pods: Vec::new() }
+    }
+    fn oldest(&self) -> Option<u32> {
+        self.0.borrow().oldest
     }
 }
 
@@ -214,10 +218,14 @@ impl World {
     }
 
     fn ask(&self, port: u16, tick: u32) -> (Vec<Likely>, Vec<Doubt>) {
+        self.answer(port, tick, true)
+    }
+
+    fn answer(&self, port: u16, tick: u32, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
         let (from, until, slack) = (time(tick), time(tick), 2 * SECOND);
         let wanted = Wanted { egress_ip: address(10), port, from: from - slack - TICK, until: until + slack };
         let found = read(&self.directory.path().join("flows"), &wanted).unwrap();
-        answer(found, LeaseQuestion { egress_ip: address(10), port, from, until, slack }, true)
+        answer(found, LeaseQuestion { egress_ip: address(10), port, from, until, slack }, living)
     }
 
     fn pods(&self, port: u16, tick: u32) -> Vec<(String, bool)> {
@@ -335,4 +343,80 @@ fn what_is_lost_is_counted_and_told_in_the_log() {
     world.look(4000);
     assert_eq!(world.files("parquet"), 3);
     assert_eq!(world.ask(1100, 30).1, [Doubt::Lost(time(20), time(40), 6)]);
+}
+
+#[test]
+fn a_flow_ends_in_a_later_file_even_if_the_clock_was_set_or_its_pods_name_is_gone() {
+    for by in [-7200, 7200] {
+        let mut world = World::new();
+        world.report([event(what::BEGAN, 1100, 10, 10), event(what::BEGAN, 1101, 10, 10)]);
+        world.look(11);
+        world.look(3600);
+        world.look(3700);
+        assert_eq!(world.files("parquet"), 1);
+        // The agent is replaced, and the clock was set: an end repeats another beginning, and names the pod by its address.
+        world.restart(true, true);
+        world.script.0.borrow_mut().names.clear();
+        world.report([event(what::ENDED, 1100, 10, 3710), event(what::REFUSED, 1101, 10, 3710)]);
+        world.watch.look(time(3711) + by * SECOND, 3711 << 30);
+        world.watch.look(time(30_000) + by * SECOND, 30_000 << 30);
+        assert_eq!(world.ask(1100, 20_000), (vec![], vec![]), "{by}");
+        let flow = &world.ask(1100, 2000).0[0].flow;
+        assert_eq!((flow.pod.as_str(), flow.policy.as_deref(), flow.began), ("prod/web-0", Some("web"), time(10)));
+        assert_eq!(world.ask(1101, 20_000).0, vec![], "{by}");
+    }
+}
+
+#[test]
+fn many_flows_of_one_port_are_settled_at_once() {
+    let flow = |number: u32, ended: Option<Instant>| Recorded {
+        egress_ip: address(10),
+        port: 1100,
+        protocol: 17,
+        pod: "prod/web-0".into(),
+        node: "w1".into(),
+        policy: None,
+        destination: None,
+        began: EPOCH + Instant::from(number),
+        ended,
+        refused: false,
+        ticket: Some(number),
+    };
+    let count = 100_000;
+    let open = (0..count).map(|number| (0, flow(number, None)));
+    let flows = open.chain((0..count).map(|number| (1, flow(number, Some(EPOCH + SECOND))))).collect();
+    let span = |from| Span { from, until: from + 10 * SECOND, ..Span::default() };
+    let found = Found { spans: vec![span(EPOCH), span(EPOCH + 10 * SECOND)], flows };
+    let (from, until) = (EPOCH, EPOCH + SECOND);
+    let began = std::time::Instant::now();
+    let (likely, _) = answer(found, LeaseQuestion { egress_ip: address(10), port: 1100, from, until, slack: 0 }, true);
+    assert_eq!(likely.len(), count as usize);
+    // With a search for each, it takes minutes.
+    assert!(began.elapsed() < std::time::Duration::from_secs(20), "{:?}", began.elapsed());
+}
+
+#[test]
+fn a_copy_of_a_log_does_not_vouch_for_flows_from_before_its_first_file() {
+    let mut world = World::new();
+    world.report([event(what::BEGAN, 1100, 10, 10)]);
+    world.look(11);
+    world.script.0.borrow_mut().oldest = Some(10);
+    world.look(3600);
+    world.look(3700);
+    assert_eq!((world.answer(1100, 3650, false).1, world.answer(1100, 3650, false).0.len()), (vec![], 1));
+    // The file in which the flow began is too old, and was removed.
+    let first = super::super::files::all(&world.directory.path().join("flows")).unwrap().remove(0).1;
+    fs::remove_file(first).unwrap();
+    assert_eq!(world.answer(1100, 3650, false), (vec![], vec![Doubt::Older(time(3600))]));
+    // On the node itself, open flows are known.
+    assert_eq!(world.ask(1100, 3650).1, vec![]);
+    // The flow ends, and a later file says that all others are younger.
+    world.report([event(what::ENDED, 1100, 10, 3800)]);
+    world.look(3801);
+    assert_eq!(world.answer(1101, 3650, false).1, vec![Doubt::Older(time(3600))]);
+    world.script.0.borrow_mut().oldest = Some(3700);
+    world.look(7300);
+    world.look(7400);
+    let (likely, doubts) = world.answer(1100, 3650, false);
+    assert_eq!((likely.len(), doubts), (1, vec![]));
 }
