@@ -166,11 +166,11 @@ pub struct EgressGateway {
     .message("count is less than the number of egressIPs: raise count, or leave it out to get just the egressIPs"))]
 pub struct PoolRequest {
     /// The name of the EgressIPPool.
-    #[schemars(length(max = 253))]
-    #[x_kube(validation = Rule::new("self != ''").message("name is empty: write the name of an EgressIPPool"))]
+    #[schemars(schema_with = "schema::pool_name")]
     pub name: String,
 
-    /// How many egress IPs: 1 to 1024. Without it as many as egressIPs lists, at least 1.
+    /// How many egress IPs: 1 to 1024. Without it as many as egressIPs lists, at least 1. Entries of one pool count together, up to
+    /// 1024.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i32", range(min = 1, max = 1024))]
     pub count: Option<i32>,

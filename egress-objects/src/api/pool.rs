@@ -146,7 +146,16 @@ pub struct Quota {
     validation = Rule::new(
         "!(has(self.start) && has(self.end) && isIP(self.start) && isIP(self.end)) || \
          ip(self.start).family() == ip(self.end).family()")
-        .message("start and end are of different families: write two IPv4 or two IPv6 addresses")
+        .message("start and end are of different families: write two IPv4 or two IPv6 addresses"),
+    // Nothing compares IPv6 addresses in CEL: a pool with such a range is refused by `translate::pool`.
+    validation = Rule::new(
+        "!(has(self.start) && has(self.end) && isIP(self.start) && isIP(self.end)) || ip(self.start).family() != 4 || \
+         ip(self.end).family() != 4 || \
+         int(self.start.split('.')[0]) * 16777216 + int(self.start.split('.')[1]) * 65536 + \
+         int(self.start.split('.')[2]) * 256 + int(self.start.split('.')[3]) <= \
+         int(self.end.split('.')[0]) * 16777216 + int(self.end.split('.')[1]) * 65536 + \
+         int(self.end.split('.')[2]) * 256 + int(self.end.split('.')[3])")
+        .message("end lies before start: write the first and the last address")
 )]
 pub struct IPRange {
     /// A network; its first address (and its last one with IPv4) is not given out.

@@ -149,6 +149,10 @@ fn is_deprecated(schema: &Value) -> bool {
 }
 
 fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str, found: &mut Vec<Violation>) {
+    let limit = schema.get("maxProperties").and_then(Value::as_f64);
+    if limit.is_some_and(|max| fields.len() as f64 > max) {
+        found.push(too_much(path, "fields", limit));
+    }
     let known = schema.get("properties").and_then(Value::as_object);
     let other = schema.get("additionalProperties").filter(|schema| schema.is_object());
     for (name, value) in fields {

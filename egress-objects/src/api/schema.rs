@@ -1,7 +1,7 @@
 //! Schemas of the pieces that several kinds share, with their CEL rules. Every list and string that a rule looks at is
 //! bounded, because the API server refuses a CRD whose rules could cost too much.
 
-use super::{ALPHA, GROUP, VERSION};
+use super::{ALPHA, GROUP, LABEL_VALUE, VERSION};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
     CustomResourceDefinition, CustomResourceDefinitionVersion, JSONSchemaProps, JSONSchemaPropsOrArray, ValidationRule,
 };
@@ -82,6 +82,12 @@ fn complete_schema(schema: &mut JSONSchemaProps) {
 
 /// Longest list of CIDRs or addresses in one field.
 const MAX_LIST: u32 = 1024;
+/// Most labels, expressions, and values of an expression, in one label selector: a plan looks at each for many pods.
+const MAX_REQUIREMENTS: u32 = 64;
+/// Length of a label's key: a prefix (a DNS subdomain), a slash and a name.
+const LABEL_KEY: u32 = 253 + 1 + 63;
+/// Length of the name of a cluster-scoped object, a DNS subdomain.
+const NAME: u32 = 253;
 
 /// A rule of a CRD; `message` is a CEL expression, so that it can name the offending value.
 fn rule(rule: &str, message: &str) -> Value {
@@ -156,7 +162,10 @@ pub(super) fn quantity(_: &mut SchemaGenerator) -> Schema {
         "type": "string",
         "maxLength": 32,
         "x-kubernetes-validations": [rule(
-            "isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
+            // Kubernetes accepts signs, and suffixes below `m`, too; `translate::scalar::quantity` does not. The pattern comes first: kube-cel
+            // overflows at a large exponent.
+            "self.matches('^([0-9]{1,9}[.]?[0-9]{0,9}|[.][0-9]{1,9})(m|[kMGTPE]|[KMGTPE]i|[eE][+-]?(0?[0-9]|1[0-8]))?$') && \
+             isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
             "'\"' + self + '\" is not a quantity above zero: write bits per second for a rate and bits for a burst, \
              such as 800M or 2G'",
         )],
@@ -181,16 +190,67 @@ pub(super) fn interface(_: &mut SchemaGenerator) -> Schema {
         "type": "string",
         "maxLength": 64,
         "x-kubernetes-validations": [rule(
-            "self.matches('^[^/:[:space:]]{1,15}$')",
-            "'\"' + self + '\" is not the name of a network interface: write 1 to 15 characters without space, slash \
-             or colon, such as eth1'",
+            "self.matches('^[!-.0-9;-~]{1,15}$')",
+            "'\"' + self + '\" is not the name of a network interface: write 1 to 15 characters of ASCII without space, \
+             slash or colon, such as eth1'",
+        )],
+    }))
+}
+
+/// The name of an EgressIPPool.
+pub(super) fn pool_name(_: &mut SchemaGenerator) -> Schema {
+    into_schema(json!({
+        "type": "string",
+        "maxLength": NAME,
+        "x-kubernetes-validations": [rule(
+            "self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$')",
+            "'\"' + self + '\" is not the name of an object: write that of an EgressIPPool (lower-case letters, digits, - and .)'",
         )],
     }))
 }
 
 /// A Kubernetes label selector. An empty one selects everything.
 pub(super) fn label_selector(_: &mut SchemaGenerator) -> Schema {
-    json_schema!({
+    let mut schema = selector_schema();
+    let [labels, expressions] = ["matchLabels", "matchExpressions"].map(|field| format!("/properties/{field}"));
+    let mut bound = |path: &str, limits: Value| {
+        if let (Some(Value::Object(part)), Value::Object(limits)) = (schema.pointer_mut(path), limits) {
+            part.extend(limits);
+        }
+    };
+    bound(&labels, json!({ "maxProperties": MAX_REQUIREMENTS }));
+    bound(&format!("{labels}/additionalProperties"), json!({ "maxLength": LABEL_VALUE }));
+    bound(&expressions, json!({ "maxItems": MAX_REQUIREMENTS }));
+    bound(
+        &format!("{expressions}/items"),
+        json!({
+            "x-kubernetes-validations": [
+                {
+                    "rule": "!(self.operator == 'In' || self.operator == 'NotIn') || has(self.values) && self.values.size() > 0",
+                    "message": "In and NotIn compare with values: write at least one, such as values: [web]",
+                },
+                {
+                    "rule": "!(self.operator == 'Exists' || self.operator == 'DoesNotExist') || !has(self.values) || \
+                             self.values.size() == 0",
+                    "message": "Exists and DoesNotExist look at the key only: remove values, or write In or NotIn",
+                },
+            ],
+        }),
+    );
+    bound(&format!("{expressions}/items/properties/key"), json!({ "maxLength": LABEL_KEY }));
+    let values = format!("{expressions}/items/properties/values");
+    bound(&values, json!({ "maxItems": MAX_REQUIREMENTS }));
+    bound(&format!("{values}/items"), json!({ "maxLength": LABEL_VALUE }));
+    into_schema(schema)
+}
+
+/// A label selector of a kind of another system, whose definition has neither limits nor rules.
+pub(super) fn foreign_label_selector(_: &mut SchemaGenerator) -> Schema {
+    into_schema(selector_schema())
+}
+
+fn selector_schema() -> Value {
+    json!({
         "type": "object",
         "x-kubernetes-map-type": "atomic",
         "properties": {

@@ -180,7 +180,7 @@ fn gateways() {
         &["spec.egressGateways[0].egressIP: \"192.0.2.1/24\" is not an IP address: write it without a prefix length, \
            such as 192.0.2.10 or 2001:db8::10"],
     );
-    for interface in ["\"\"", "\"eth 1\"", "a/b", "abcdefghijklmnop"] {
+    for interface in ["\"\"", "\"eth 1\"", "a/b", "abcdefghijklmnop", "\"a\\u001b[31m\"", "\"a\\u009b31m\""] {
         let found = check(gateway(&format!("{{nodeSelector: {{}}, interface: {interface}}}")));
         assert_eq!(found.len(), 1, "{interface}: {found:?}");
         assert!(found[0].contains("is not the name of a network interface: write 1 to 15 characters"), "{found:?}");
@@ -215,6 +215,37 @@ fn cidrs() {
 }
 
 #[test]
+fn label_selectors() {
+    let selects = |selector: &str| {
+        policy(&format!(
+            "{{selectors: [{{podSelector: {selector}}}], destinationCIDRs: [0.0.0.0/0], egressIPPools: [{{name: a}}]}}"
+        ))
+    };
+    let expression = |expression: &str| selects(&format!("{{matchExpressions: [{{key: app, {expression}}}]}}"));
+    for fine in ["operator: In, values: [web]", "operator: Exists", "operator: DoesNotExist, values: []"] {
+        accepted(expression(fine));
+    }
+    let at = "spec.selectors[0].podSelector.matchExpressions[0]";
+    for wrong in ["operator: In", "operator: In, values: []", "operator: NotIn, values: []"] {
+        let told = format!("{at}: In and NotIn compare with values: write at least one, such as values: [web]");
+        refused(expression(wrong), &[&told]);
+    }
+    let told = format!("{at}: Exists and DoesNotExist look at the key only: remove values, or write In or NotIn");
+    refused(expression("operator: Exists, values: [web]"), &[&told]);
+
+    let many = |n: usize| (0..n).map(|n| format!("k{n}: v")).collect::<Vec<_>>().join(", ");
+    accepted(selects(&format!("{{matchLabels: {{{}}}}}", many(64))));
+    let found = check(selects(&format!("{{matchLabels: {{{}}}}}", many(65))));
+    assert!(found.len() == 1 && found[0].contains("podSelector.matchLabels: more than 64 fields"), "{found:?}");
+    let long = "v".repeat(64);
+    let found = check(expression(&format!("operator: In, values: [{long}]")));
+    assert!(found.len() == 1 && found[0].contains("values[0]: more than 63 characters"), "{found:?}");
+    let many = vec!["v"; 65].join(", ");
+    let found = check(expression(&format!("operator: In, values: [{many}]")));
+    assert!(found.len() == 1 && found[0].contains("values: more than 64 entries"), "{found:?}");
+}
+
+#[test]
 fn pool_requests() {
     let request = |request: &str| policy(&format!("{{{REST}, egressIPPools: [{request}]}}"));
     accepted(request("{name: a, egressIPs: [192.0.2.1, 192.0.2.2]}"));
@@ -231,7 +262,15 @@ fn pool_requests() {
             &[&format!("spec.egressIPPools[0].count: {count} is out of range: write a number from 1 to 1024")],
         );
     }
-    refused(request("{name: \"\"}"), &["spec.egressIPPools[0].name: name is empty: write the name of an EgressIPPool"]);
+    for name in ["", "Public", "a/b", "-a", "a..b", "a\\u001b[31m"] {
+        let found = check(request(&format!("{{name: \"{name}\"}}")));
+        let told = "is not the name of an object: write that of an EgressIPPool (lower-case letters, digits, - and .)";
+        assert!(
+            found.len() == 1 && found[0].starts_with("spec.egressIPPools[0].name: ") && found[0].ends_with(told),
+            "{found:?}"
+        );
+    }
+    accepted(request("{name: a.b-c.0}"));
 }
 
 #[test]
@@ -240,7 +279,7 @@ fn bandwidth() {
         |rate: &str| policy(&format!("{{{REST}, egressIPPools: [{{name: a}}], bandwidth: {{rate: {rate}}}}}"));
     accepted(bandwidth("800M"));
     accepted(bandwidth("\"1500000\""));
-    for rate in ["fast", "\"0\"", "-5M", "800 M"] {
+    for rate in ["fast", "\"0\"", "-5M", "800 M", "100u", "5n", "+800M", "\"1e19\"", "\"1234567890123456789\""] {
         let found = check(bandwidth(rate));
         assert!(found.len() == 1 && found[0].contains("is not a quantity above zero: write"), "{rate}: {found:?}");
     }
@@ -258,6 +297,11 @@ fn pool_ranges() {
                192.0.2.32, end: 192.0.2.40}",
             ],
         );
+    }
+    accepted(range("{start: 192.0.2.200, end: 192.0.3.1}"));
+    accepted(range("{start: 192.0.2.1, end: 192.0.2.1}"));
+    for reversed in ["{start: 192.0.2.40, end: 192.0.2.32}", "{start: 192.0.3.1, end: 192.0.2.200}"] {
+        refused(range(reversed), &["spec.ipRanges[0]: end lies before start: write the first and the last address"]);
     }
     refused(
         range("{start: 192.0.2.1, end: \"2001:db8::1\"}"),
@@ -493,6 +537,133 @@ proptest! {
                     _ => drop(serde_json::from_value::<EgressGatewayPolicy>(object).unwrap()),
                 }
             }
+        }
+    }
+}
+
+/// Mostly `right`, sometimes `wrong`.
+fn mostly<T: std::fmt::Debug>(
+    right: impl Strategy<Value = T> + 'static,
+    wrong: impl Strategy<Value = T> + 'static,
+) -> impl Strategy<Value = T> {
+    prop_oneof![6 => right, 1 => wrong]
+}
+
+fn one_of(texts: &'static [&'static str]) -> impl Strategy<Value = String> {
+    prop::sample::select(texts).prop_map(str::to_owned)
+}
+
+fn any_selector() -> impl Strategy<Value = Value> {
+    let expression = |operators, values| {
+        let values = prop::option::of(prop::collection::vec(one_of(&["a", ""]), values));
+        (one_of(operators), values).prop_map(|(operator, values)| match values {
+            Some(values) => json!({ "key": "k", "operator": operator, "values": values }),
+            None => json!({ "key": "k", "operator": operator }),
+        })
+    };
+    let compared = (one_of(&["In", "NotIn"]), one_of(&["a", "b"]))
+        .prop_map(|(operator, value)| json!({ "key": "k", "operator": operator, "values": [value] }));
+    let any = expression(&["In", "NotIn", "Exists", "DoesNotExist", "Is"], 0..3);
+    let expressions = prop::collection::vec(mostly(compared, any), 0..3);
+    expressions.prop_map(|expressions| json!({ "matchLabels": { "a": "b" }, "matchExpressions": expressions }))
+}
+
+fn any_source() -> impl Strategy<Value = (&'static str, Value)> {
+    let address =
+        || mostly(one_of(&["192.0.2.1", "2001:db8::1"]), one_of(&["192.0.2.01", "::ffff:192.0.2.1", "fe80::1%a"]));
+    let pool =
+        (mostly("[a-z][a-z0-9]{0,3}", ".{0,3}"), prop::option::of(1..1026), prop::collection::vec(address(), 0..2));
+    let pool = pool.prop_map(|(name, count, ips)| match count {
+        Some(count) => json!({ "name": name, "count": count, "egressIPs": ips }),
+        None => json!({ "name": name, "egressIPs": ips }),
+    });
+    let interface = mostly("[a-z0-9.@-]{1,15}", ".{0,16}");
+    let gateway = (any_selector(), 0..102, prop::option::of(address()), prop::option::of(interface));
+    let gateway = gateway.prop_map(|(nodes, weight, ip, interface)| match (ip, interface) {
+        (Some(ip), _) => json!({ "nodeSelector": nodes, "weight": weight, "egressIP": ip }),
+        (None, Some(interface)) => json!({ "nodeSelector": nodes, "interface": interface }),
+        (None, None) => json!({ "nodeSelector": nodes }),
+    });
+    prop_oneof![
+        prop::collection::vec(pool, 1..3).prop_map(|pools| ("egressIPPools", Value::from(pools))),
+        prop::collection::vec(gateway, 1..3).prop_map(|gateways| ("egressGateways", Value::from(gateways))),
+    ]
+}
+
+/// Specifications of policies that are right or almost right.
+fn any_policy() -> impl Strategy<Value = Value> {
+    let right = one_of(&["0.0.0.0/0", "10.0.0.0/8", "::/0", "2001:db8::/33", "192.0.2.1/32"]);
+    let wrong = one_of(&["10.0.0.1/8", "010.0.0.0/8", "10.0.0.0/33", "10.0.0.0/08", "::ffff:10.0.0.0/104", "1.2.3.4"]);
+    let cidrs = prop::collection::vec(mostly(right, wrong), 1..3);
+    let rate = mostly(
+        "[1-9][0-9]{0,2}(|[.][0-9]{1,2})(|m|[kMGTPE]|[KMGTPE]i|[eE][+-]?[0-9])",
+        "[+-]?[0-9]{0,20}[.]?[0-9]{0,2}(|[numkKMGTPE]i?|[eE][+-]?[0-9]{0,2})",
+    );
+    (any_selector(), cidrs, any_source(), rate).prop_map(|(pods, cidrs, (field, source), rate)| {
+        json!({
+            "selectors": [{ "podSelector": pods }], "destinationCIDRs": cidrs, field: source, "bandwidth": { "rate": rate },
+        })
+    })
+}
+
+/// Specifications of pools that are right or almost right. IPv6 ranges are in order: CEL compares no IPv6 addresses.
+fn any_pool() -> impl Strategy<Value = Value> {
+    let v4 = || any::<[u8; 2]>().prop_map(|[a, b]| format!("10.0.{a}.{b}"));
+    let v6 =
+        any::<[u16; 2]>().prop_map(|[a, b]| (format!("2001:db8::{:x}", a.min(b)), format!("2001:db8::{:x}", a.max(b))));
+    let ends = prop_oneof![4 => (v4(), v4()), 2 => v6, 1 => (v4(), Just("2001:db8::1".to_owned()))];
+    let range = prop_oneof![
+        ends.prop_map(|(start, end)| json!({ "start": start, "end": end })),
+        one_of(&["192.0.2.0/28", "192.0.2.1/32", "2001:db8::/64", "192.0.2.1/28"])
+            .prop_map(|cidr| json!({ "cidr": cidr })),
+    ];
+    let delay = mostly("[0-9]{1,9}(ms|s|m|h)", "[+-]?[0-9]{0,20}(ms|s|m|h|d|)");
+    let subnet = (one_of(&["192.0.2.1", "2001:db8::1", "192.0.2"]), mostly(1..33, 0..130), mostly(0..4095, -1..5000));
+    let words = (any_selector(), delay, subnet, mostly(1..65, 0..70), mostly(1..256, 0..300));
+    (prop::collection::vec(range, 1..3), words).prop_map(|(ranges, (nodes, delay, subnet, carriers, most))| {
+        json!({
+            "ipRanges": ranges, "nodeSelector": nodes, "failback": { "delay": delay }, "carriers": carriers,
+            "maxEgressIPsPerNode": most,
+            "subnetInfo": { "gateway": subnet.0, "prefixLength": subnet.1, "vlan": subnet.2 },
+        })
+    })
+}
+
+/// The same rules in CEL and in Rust: what an API server accepts and a controller refuses, nobody carries out.
+mod accepted_objects_are_carried_out {
+    use super::*;
+    use crate::translate;
+
+    fn read<T: serde::de::DeserializeOwned>(kind: &str, spec: Value) -> Option<T> {
+        let object =
+            json!({ "apiVersion": "spillway.io/v1beta1", "kind": kind, "metadata": { "name": "web" }, "spec": spec });
+        check(object.clone()).is_empty().then(|| serde_json::from_value(object).unwrap())
+    }
+
+    proptest! {
+        // So that a test in which too few are accepted fails.
+        #![proptest_config(ProptestConfig { cases: 128, max_global_rejects: 8192, ..ProptestConfig::default() })]
+
+        #[test]
+        fn policies(spec in any_policy()) {
+            let object = read::<EgressGatewayPolicy>("EgressGatewayPolicy", spec);
+            prop_assume!(object.is_some());
+            prop_assert_eq!(translate::read(&object.unwrap()).1, []);
+        }
+
+        #[test]
+        fn policies_of_namespaces(spec in any_policy()) {
+            let object = read::<EgressPolicy>("EgressPolicy", spec);
+            prop_assume!(object.is_some());
+            prop_assert_eq!(translate::read_namespaced(&object.unwrap()).1, []);
+        }
+
+        #[test]
+        fn pools(spec in any_pool()) {
+            let object = read::<EgressIPPool>("EgressIPPool", spec);
+            prop_assume!(object.is_some());
+            let read = translate::pool(&object.unwrap());
+            prop_assert!(read.is_ok(), "{:?}", read);
         }
     }
 }

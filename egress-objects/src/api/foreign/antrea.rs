@@ -61,12 +61,12 @@ pub struct EgressSpec {
 pub struct AppliedTo {
     /// Labels of the pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "schema::label_selector")]
+    #[schemars(schema_with = "schema::foreign_label_selector")]
     pub pod_selector: Option<LabelSelector>,
 
     /// Labels of the pod's namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "schema::label_selector")]
+    #[schemars(schema_with = "schema::foreign_label_selector")]
     pub namespace_selector: Option<LabelSelector>,
 }
 
@@ -124,7 +124,7 @@ pub struct ExternalIPPoolSpec {
 
     /// The nodes that may carry the addresses. Empty selects every node.
     #[serde(default)]
-    #[schemars(schema_with = "schema::label_selector")]
+    #[schemars(schema_with = "schema::foreign_label_selector")]
     pub node_selector: LabelSelector,
 }
 

@@ -59,17 +59,17 @@ pub struct CiliumEgressGatewayPolicySpec {
 pub struct CiliumSelector {
     /// Labels of the pod, and Cilium's labels for what surrounds it, such as io.kubernetes.pod.namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "schema::label_selector")]
+    #[schemars(schema_with = "schema::foreign_label_selector")]
     pub pod_selector: Option<LabelSelector>,
 
     /// Labels of the pod's namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "schema::label_selector")]
+    #[schemars(schema_with = "schema::foreign_label_selector")]
     pub namespace_selector: Option<LabelSelector>,
 
     /// Labels of the pod's node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "schema::label_selector")]
+    #[schemars(schema_with = "schema::foreign_label_selector")]
     pub node_selector: Option<LabelSelector>,
 }
 
@@ -79,7 +79,7 @@ pub struct CiliumSelector {
 pub struct CiliumEgressGateway {
     /// The nodes that may be this gateway. The first by name that can be is chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "schema::label_selector")]
+    #[schemars(schema_with = "schema::foreign_label_selector")]
     pub node_selector: Option<LabelSelector>,
 
     /// The interface whose first address packets leave with. Without this and egressIP, that of the default route.
