@@ -243,6 +243,37 @@ pub(super) fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
     Ok(files)
 }
 
+/// Which of the two logs a directory has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// That of leases.
+    Leases,
+    /// That of flows.
+    Flows,
+}
+
+/// Which log a directory has, according to its files; `None` if it has none.
+pub fn kind(directory: &Path) -> Result<Option<Kind>, LogError> {
+    for (_, path) in all(directory)? {
+        let found = if path.extension().is_some_and(|extension| extension == SEGMENT) {
+            let file = File::open(&path).map_err(failed(&path))?;
+            let name = segment::schema_name(file).map_err(|source| LogError::Segment { path: path.clone(), source })?;
+            kinds(name == "leases", name == "flows")
+        } else {
+            let text = fs::read(&path).map_err(failed(&path))?;
+            kinds(journal::is_one(&text), super::flows::is_journal(&text))
+        };
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
+fn kinds(leases: bool, flows: bool) -> Option<Kind> {
+    if leases { Some(Kind::Leases) } else { flows.then_some(Kind::Flows) }
+}
+
 /// All records of a log, in order, that `wanted` accepts. A file that disappears meanwhile is left out.
 pub fn read(directory: &Path, wanted: impl Fn(&LeaseRecord) -> bool) -> Result<Vec<LeaseRecord>, LogError> {
     let mut records = Vec::new();

@@ -87,6 +87,12 @@ pub(super) fn encode(records: &[LeaseRecord]) -> Vec<u8> {
     records.iter().map(line).collect::<String>().into_bytes()
 }
 
+/// Whether a text begins like a journal of leases.
+pub(super) fn is_one(text: &[u8]) -> bool {
+    let first = text.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    serde_json::from_slice::<Row>(first).is_ok_and(|row| row.record().is_some())
+}
+
 /// The records of a journal. A broken line between records was lost, and becomes a record that says so.
 pub(super) fn decode(text: &[u8]) -> Vec<LeaseRecord> {
     let mut records: Vec<LeaseRecord> = Vec::new();

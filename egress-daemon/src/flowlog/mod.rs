@@ -18,7 +18,7 @@ mod tests;
 mod worker;
 mod writer;
 
-pub use files::{Log, LogError, read};
+pub use files::{Kind, Log, LogError, kind, read};
 pub use writer::{Counts, LogWriter};
 
 use std::path::PathBuf;

@@ -6,13 +6,14 @@ use parquet::{
     basic::{Compression, ZstdLevel},
     column::reader::get_typed_column_reader,
     data_type::{ByteArray, ByteArrayType, DataType, Int32Type, Int64Type},
-    errors::Result,
+    errors::{ParquetError, Result},
     file::{
+        metadata::ParquetMetaData,
         properties::WriterProperties,
         reader::{ChunkReader, FileReader, RowGroupReader, SerializedFileReader},
         writer::{SerializedFileWriter, SerializedRowGroupWriter},
     },
-    schema::parser::parse_message_type,
+    schema::{parser::parse_message_type, types::SchemaDescriptor},
 };
 use std::io::Write;
 use std::ops::Range;
@@ -67,9 +68,28 @@ pub(super) fn optional<T: DataType>(
     column.close()
 }
 
+/// The name of a file's schema, if it is a Parquet file: `leases` or `flows` for a segment.
+pub(super) fn schema_name(file: impl ChunkReader + 'static) -> Result<String> {
+    Ok(SerializedFileReader::new(file)?.metadata().file_metadata().schema().name().to_owned())
+}
+
+/// Checks that a file has this schema: reading columns of other types panics.
+pub(super) fn check(metadata: &ParquetMetaData, schema: &str) -> Result<()> {
+    let expected = SchemaDescriptor::new(Arc::new(parse_message_type(schema)?));
+    let actual = metadata.file_metadata().schema_descr();
+    let columns = |schema: &SchemaDescriptor| -> Vec<_> {
+        schema.columns().iter().map(|column| (column.name().to_owned(), column.physical_type())).collect()
+    };
+    if (actual.name(), columns(actual)) == (expected.name(), columns(&expected)) {
+        return Ok(());
+    }
+    Err(ParquetError::General(format!("it has other columns than a log of {}", expected.name())))
+}
+
 /// Reads a segment.
 pub(super) fn read(file: impl ChunkReader + 'static) -> Result<Vec<LeaseRecord>> {
     let file = SerializedFileReader::new(file)?;
+    check(file.metadata(), SCHEMA)?;
     let mut records = Vec::new();
     for number in 0..file.num_row_groups() {
         let group = file.get_row_group(number)?;

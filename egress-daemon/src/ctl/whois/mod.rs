@@ -14,7 +14,7 @@ use view::whois;
 use super::dump::{Dump, FlowEntry};
 use crate::flowlog::{self, Instant};
 use anyhow::{Result, bail};
-use egress_core::leaselog::{LeaseAnswer, LeaseEvent, LeaseQuestion, LeaseRecord, answer};
+use egress_core::leaselog::{LeaseAnswer, LeaseEvent, LeaseQuestion, LeaseRecord, answer, together};
 use egress_node::datapath::Pins;
 use flowlog::flows::{self, Likely};
 use logs::Logs;
@@ -33,7 +33,7 @@ pub struct WhoisOptions {
     pub at: Option<Moment>,
     /// The server.
     pub to: Option<SocketAddr>,
-    /// The logs, or one of leases, or a directory of such directories; absent: this node's.
+    /// The logs, or one of them, or a directory of such directories; absent: this node's.
     pub log: Option<PathBuf>,
     /// The agent's pins.
     pub bpffs: PathBuf,
@@ -60,8 +60,11 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
     let port = options.seen.port();
     let question = LeaseQuestion { egress_ip, port, from: at.from, until: at.until, slack: SLACK };
     let dump = Dump::read(&Pins::new(&options.bpffs), true).ok();
-    let leases = logs.leases.as_ref().map(|log| flowlog::read(log, about(egress_ip))).transpose()?;
-    let leases = leases.map(|records| answer(&records, question));
+    let mut leases = Vec::new();
+    for log in &logs.leases {
+        leases.push(answer(&flowlog::read(log, about(egress_ip))?, question));
+    }
+    let leases = together(leases);
     let recorded = recorded(&logs, question, dump.is_some() && options.log.is_none())?;
     if leases.is_none() && recorded.is_none() && dump.is_none() {
         bail!(

@@ -161,19 +161,59 @@ fn recorded_flows_name_the_pod_and_say_why_not_surer() {
 fn copies_of_logs_are_found_below_the_directory_that_is_named() {
     let directory = tempfile::tempdir().unwrap();
     let make = |path: &str| std::fs::create_dir_all(directory.path().join(path)).unwrap();
-    ["w1/flows", "w1/leases", "w2/flows"].into_iter().for_each(make);
-    let relative = |path: &std::path::Path| path.strip_prefix(directory.path()).unwrap().to_owned();
-    let found = |path: &str| {
-        let logs = Logs::below(&directory.path().join(path)).unwrap();
-        let flows: Vec<PathBuf> = logs.flows.iter().map(|path| relative(path)).collect();
-        (logs.leases.as_deref().map(relative), flows)
+    ["w1/flows", "w1/leases", "w2/flows", "w2/leases"].into_iter().for_each(make);
+    let below = |path: &str| Logs::below(&directory.path().join(path));
+    let relative = |paths: Vec<PathBuf>| -> Vec<PathBuf> {
+        paths.iter().map(|path| path.strip_prefix(directory.path()).unwrap().to_owned()).collect()
     };
-    assert_eq!(found(""), (Some("w1/leases".into()), vec!["w1/flows".into(), "w2/flows".into()]));
-    assert_eq!(found("w1"), (Some("w1/leases".into()), vec!["w1/flows".into()]));
-    assert_eq!(found("w2/flows"), (None, vec!["w2/flows".into()]));
-    assert_eq!(found("w1/leases"), (Some("w1/leases".into()), vec![]));
-    // A copy of leases with any name.
-    make("copy");
-    assert_eq!(found("copy"), (Some("copy".into()), vec![]));
-    assert!(Logs::below(&directory.path().join("none")).is_err());
+    let found = |path: &str| below(path).map(|logs| (relative(logs.leases), relative(logs.flows))).unwrap();
+    let paths = |paths: &[&str]| -> Vec<PathBuf> { paths.iter().map(PathBuf::from).collect() };
+    assert_eq!(found(""), (paths(&["w1/leases", "w2/leases"]), paths(&["w1/flows", "w2/flows"])));
+    assert_eq!(found("w1"), (paths(&["w1/leases"]), paths(&["w1/flows"])));
+    assert_eq!(found("w2/flows"), (vec![], paths(&["w2/flows"])));
+    assert_eq!(found("w1/leases"), (paths(&["w1/leases"]), vec![]));
+    make("empty");
+    assert!(below("empty").unwrap_err().to_string().contains("has no logs"));
+    assert!(below("none").is_err());
+}
+
+#[test]
+fn a_copy_of_a_log_is_known_by_its_files_whatever_its_name() {
+    use flowlog::{Limits, Log, MAX_BYTES};
+    use flows::Line;
+    let directory = tempfile::tempdir().unwrap();
+    let limits = |name: &str| Limits {
+        directory: directory.path().join(name),
+        retention: std::time::Duration::from_secs(3600),
+        bytes: MAX_BYTES,
+    };
+    let alive = |at| LeaseRecord { at, event: LeaseEvent::Alive };
+    let mut leases = Log::open(limits("copy-of-leases"), HOUR).unwrap();
+    let mut flows: Log<Line> = Log::open(limits("copy-of-flows"), HOUR).unwrap();
+    for at in [HOUR, HOUR + 1] {
+        leases.append(&[alive(at)]).unwrap();
+        flows.append(&[Line::Started(at, "w1".into()), Line::Alive(at, 0)]).unwrap();
+        // First both are journals, and then also segments.
+        let logs = Logs::below(directory.path()).unwrap();
+        assert_eq!(logs.leases, [directory.path().join("copy-of-leases")]);
+        assert_eq!(logs.flows, [directory.path().join("copy-of-flows")]);
+        (leases.rotate(at).unwrap(), flows.rotate(at).unwrap());
+        leases.append(&[alive(at)]).unwrap();
+        flows.append(&[Line::Started(at, "w1".into())]).unwrap();
+        (leases.tidy(at).unwrap(), flows.tidy(at).unwrap());
+    }
+    // A segment of the other log is an error, not a panic.
+    let wanted = flows::Wanted { egress_ip: seen().ip(), port: 1, from: 0, until: 0 };
+    let error = flows::read(&directory.path().join("copy-of-leases"), &wanted).unwrap_err().to_string();
+    assert!(error.contains("other columns than a log of flows"), "{error}");
+    let error = flowlog::read(&directory.path().join("copy-of-flows"), |_| true).unwrap_err().to_string();
+    assert!(error.contains("other columns than a log of leases"), "{error}");
+    let options = WhoisOptions {
+        seen: seen(),
+        at: Some(Moment { from: HOUR, until: HOUR }),
+        to: None,
+        log: Some(directory.path().join("copy-of-flows")),
+        bpffs: directory.path().join("none"),
+    };
+    assert!(ask(&options).is_ok());
 }

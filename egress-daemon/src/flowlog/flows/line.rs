@@ -80,6 +80,11 @@ pub(super) fn encode(lines: &[Line]) -> Vec<u8> {
     text
 }
 
+/// Whether a text begins like a journal of flows.
+pub(in crate::flowlog) fn is_journal(text: &[u8]) -> bool {
+    decode(text, |_| true).next().flatten().is_some()
+}
+
 /// The lines of a journal that `wanted` accepts; `None` for one that is broken.
 pub(super) fn decode(text: &[u8], wanted: impl Fn(&[u8]) -> bool) -> impl Iterator<Item = Option<Line>> {
     let lines = text.split(|byte| *byte == b'\n').filter(move |line| !line.is_empty() && wanted(line));

@@ -16,6 +16,7 @@ mod tests;
 
 pub use answer::{Doubt, Likely, answer};
 pub use follow::{Follower, Settings};
+pub(super) use line::is_journal;
 pub use line::{Entry, Line};
 pub use read::{Wanted, read};
 

@@ -6,7 +6,7 @@
 use super::merge::{Journal, Row};
 use super::{Entry, Recorded, Span, Wanted};
 use crate::flowlog::pod_parts;
-use crate::flowlog::segment::{optional, part, required};
+use crate::flowlog::segment::{check, optional, part, required};
 use parquet::{
     basic::{Compression, Encoding, ZstdLevel},
     data_type::{ByteArray, ByteArrayType, Int32Type, Int64Type},
@@ -172,6 +172,7 @@ impl Texts {
 /// What a segment says about itself, and its flows with the wanted port.
 pub(super) fn read(file: impl ChunkReader + 'static, wanted: &Wanted) -> Result<(Span, Vec<Recorded>)> {
     let file = SerializedFileReader::new_with_options(file, ReadOptionsBuilder::new().with_page_index().build())?;
+    check(file.metadata(), SCHEMA)?;
     let (mut span, mut flows) = (Span::default(), Vec::new());
     for number in 0..file.num_row_groups() {
         let group = file.get_row_group(number)?;
