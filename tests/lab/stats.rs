@@ -23,13 +23,8 @@ impl Percentiles {
         let (Some(&min), Some(&max)) = (sorted.first(), sorted.last()) else { return Percentiles::default() };
         let count = sorted.len();
         let at = |share: f64| sorted[((share * count as f64).ceil() as usize).clamp(1, count) - 1];
-<<<<<<< HEAD
         let p50 = (sorted[(count - 1) / 2] + sorted[count / 2]) / 2.0;
-        let mean = sorted.iter().sum::<f64>() / count as f64;
-        Percentiles { count, min, p50, p90: at(0.9), p99: at(0.99), max, mean }
-=======
-        Percentiles { count, min, p50: at(0.5), p99: at(0.99), max }
->>>>>>> e748591 (lab: nothing that nobody uses)
+        Percentiles { count, min, p50, p99: at(0.99), max }
     }
 }
 
@@ -91,13 +86,8 @@ mod tests {
     #[test]
     fn percentiles_are_nearest_ranks_and_the_median_is_in_the_middle() {
         let hundred = Percentiles::of((1..=100).map(f64::from));
-<<<<<<< HEAD
-        assert_eq!((hundred.p50, hundred.p90, hundred.p99, hundred.max), (50.5, 90.0, 99.0, 100.0));
+        assert_eq!((hundred.p50, hundred.p99, hundred.max), (50.5, 99.0, 100.0));
         assert_eq!((Percentiles::of([7.0]).p50, Percentiles::of([7.0]).p99), (7.0, 7.0));
-=======
-        assert_eq!((hundred.p50, hundred.p99, hundred.max), (50.0, 99.0, 100.0));
-        assert_eq!(Percentiles::of([7.0]).p99, 7.0);
->>>>>>> e748591 (lab: nothing that nobody uses)
         assert_eq!(Percentiles::of([]).count, 0);
     }
 }
