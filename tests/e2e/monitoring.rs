@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use anyhow::Result;
 use lab::prometheus::{self, Prometheus, Target};
+use lab::traffic::forge::{FORWARD, TUNNEL_PORT};
 use lab::traffic::{Protocol, UdpClients, UdpOptions, send_vxlan, spray};
 use lab::{Dual, Family, Lab, NetNs, Pod, PodSpec, Segment, Server, StartOptions, address, wait_until};
 use serde_json::Value;
 
 use crate::ports::{TARGET, deafen, expire_udp_at_once};
-use crate::security::{FORWARD, TUNNEL_PORT};
 use crate::support::{PATIENCE, egress, policy, start_with, wait_in_force, web};
 
 /// The alerts.

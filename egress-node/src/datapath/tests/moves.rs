@@ -11,10 +11,7 @@ use super::{
 };
 use egress_common::{config::flags, port_block};
 use egress_core::encode::{EndpointView, NodeView, PolicyView, SlotView};
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-};
+use std::{collections::BTreeSet, net::IpAddr};
 
 pub const PODS: [[&str; 2]; 3] = [["10.1.0.2", "fd00:1::2"], ["10.1.0.4", "fd00:1::4"], ["10.1.0.3", "fd00:1::3"]];
 /// Addresses of no pod on this node.
