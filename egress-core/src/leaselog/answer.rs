@@ -162,7 +162,10 @@ impl Reading {
         let is_blind = matches!(record.event, LeaseEvent::Started | LeaseEvent::Lost(0));
         let since = if is_blind { last.saturating_sub(BLIND) } else { last };
         let gap = match record.event {
-            // The clock was set back: these times were twice.
+            // The clock was set back: these times were twice. It may have been at any time of a silence before.
+            _ if at < last && self.unwritten.1 == last => (self.unwritten.0.saturating_sub(last - at), last),
+            // The former writer may have gone on for a while after its last record.
+            _ if at < last && record.event == LeaseEvent::Started => (at.min(since), last.saturating_add(ALIVE)),
             _ if at < last => (at.min(since), last),
             _ if is_blind => (since, at),
             LeaseEvent::Lost(count) => {

@@ -181,7 +181,7 @@ mod tests {
         let metadata = json!({"name": "web", "uid": "1", "generation": 1, "resourceVersion": "7"});
         let ready = json!({"type": "Ready", "status": "True", "reason": "AsExpected", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"});
         let slot = json!({"egressIP": "192.0.2.1", "epoch": 1, "healthy": true, "weight": 1, "endpoints": 3});
-        let pool = json!({"ipRanges": [{"cidr": "192.0.2.0/28"}]});
+        let pool = json!({"ipRanges": [{"cidr": "192.0.2.0/28"}], "nodeSelector": {}});
         let policy = json!({
             "selectors": [{"podSelector": {}}], "destinationCIDRs": ["0.0.0.0/0"], "egressIPPools": [{"name": "web"}],
         });

@@ -296,7 +296,7 @@ fn a_pool_that_cannot_be_understood_keeps_what_is_in_use_and_says_why() {
     assert_eq!((&after.egress_ips, &after.blocks), (&before.egress_ips, &before.blocks));
     let status = objects.pools[0].status.as_ref().unwrap();
     let told =
-        "spec.ipRanges[1]: 2001:db8::10 lies before 2001:db8::1f: exchange them: write the first and the last address";
+        "spec.ipRanges[1]: 2001:db8::10 lies before 2001:db8::1f: swap them: write the first and the last address";
     assert_eq!((status.conditions[0].reason.as_str(), status.conditions[0].message.as_str()), ("Invalid", told));
     assert_eq!((status.conditions.len(), status.usage.used), (1, 10), "nothing drains");
     assert_eq!(condition(&objects, "Ready").0, "True");

@@ -63,13 +63,16 @@ async fn a_full_round_for_another_reason_leaves_numbers_to_the_next_sweep() {
         let policy = store.get::<EgressGatewayPolicy>(&Key::cluster("web"))?;
         policy.status.as_ref().map(|status| status.selected_endpoints)
     };
+    world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
     world.until(|store| number(store).filter(|number| *number == 2)).await;
     let pod = CLUSTER.replace("name: b,", "name: c,").replace("10.0.0.6", "10.0.0.7");
     fs::write(world.path().join("more.yaml"), pod.split("---").last().unwrap()).unwrap();
     let web = PolicyId::new(PolicyKind::Native, "web");
     // The metric is exact at any time.
     world.until(|_| controller.report.borrow().endpoints.get(&web).filter(|count| **count == 3).copied()).await;
-    let other = POLICY.replace("name: web", "name: other").replace("count: 2", "count: 1");
+    // It has other pods: `web` has no news.
+    let other =
+        POLICY.replace("name: web", "name: other").replace("count: 2", "count: 1").replace("app: web", "app: no");
     fs::write(world.path().join("other.yaml"), &other).unwrap();
     world.until(|store| store.get::<EgressGatewayPolicy>(&Key::cluster("other"))?.status.clone()).await;
     let seen = number(&world.store);

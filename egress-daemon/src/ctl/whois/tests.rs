@@ -197,10 +197,12 @@ fn a_copy_of_a_log_is_known_by_its_files_whatever_its_name() {
         let logs = Logs::below(directory.path()).unwrap();
         assert_eq!(logs.leases, [directory.path().join("copy-of-leases")]);
         assert_eq!(logs.flows, [directory.path().join("copy-of-flows")]);
-        (leases.rotate(at).unwrap(), flows.rotate(at).unwrap());
+        leases.rotate(at).unwrap();
+        flows.rotate(at).unwrap();
         leases.append(&[alive(at)]).unwrap();
         flows.append(&[Line::Started(at, "w1".into())]).unwrap();
-        (leases.tidy(at).unwrap(), flows.tidy(at).unwrap());
+        leases.tidy(at).unwrap();
+        flows.tidy(at).unwrap();
     }
     // A segment of the other log is an error, not a panic.
     let wanted = flows::Wanted { egress_ip: seen().ip(), port: 1, from: 0, until: 0 };

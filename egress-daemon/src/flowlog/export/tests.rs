@@ -270,7 +270,7 @@ fn a_collector_that_takes_records_slowly_does_not_hold_the_end() {
         let (mut stream, _) = listener.accept().unwrap();
         let mut some = vec![0; 1 << 18];
         while end.recv_timeout(Duration::from_millis(500)) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-            stream.read(&mut some).unwrap();
+            assert!(stream.read(&mut some).unwrap() > 0);
         }
     });
     let (exporters, counts) = start(Format::Json, address);
