@@ -50,8 +50,6 @@ fn a_preferred_zone_serves_while_one_of_its_gateways_lives_and_flows_stay_where_
         assert!(peers.values().all(|peer| elsewhere.contains(&peer.ip())), "{peers:?}");
         for clients in streams {
             clients.wait_progress(3, PATIENCE)?;
-            clients.set_sending(false);
-            clients.wait_progress(0, PATIENCE)?;
             assert!(clients.close()?.iter().all(lab::traffic::ConnectionReport::intact));
         }
         wait_in_force(&far, &server, &[11])
