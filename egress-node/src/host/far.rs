@@ -69,7 +69,9 @@ impl FarEnds {
     pub fn interfaces(&self) -> BTreeMap<IpAddr, BTreeSet<u32>> {
         let mut interfaces: BTreeMap<IpAddr, BTreeSet<u32>> = BTreeMap::new();
         for (index, found) in &self.known {
-            found.iter().for_each(|ip| drop(interfaces.entry(*ip).or_default().insert(*index)));
+            for ip in found {
+                interfaces.entry(*ip).or_default().insert(*index);
+            }
         }
         interfaces
     }

@@ -183,7 +183,7 @@ mod tests {
             policies(&messages.concat(), &mut found).map(|more| (more, found.len())).map_err(|e| e.raw_os_error())
         };
         let (one, end) = (message(NEW_POLICY, &policy), message(DONE, &0i32.to_ne_bytes()));
-        assert_eq!(read(&[one.clone()]), Ok((true, 1)));
+        assert_eq!(read(std::slice::from_ref(&one)), Ok((true, 1)));
         assert_eq!(read(&[one.clone(), end]), Ok((false, 1)));
         for kind in [ERROR, DONE] {
             let refused = message(kind, &(-libc::EPERM).to_ne_bytes());
