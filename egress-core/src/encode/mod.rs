@@ -11,6 +11,7 @@ pub mod spread;
 pub mod tables;
 pub mod transport;
 
+use names::{class_name, hash_of};
 pub use names::{name_record, name_text};
 
 use crate::{
@@ -446,16 +447,6 @@ fn present_classes(present: &Tables) -> impl Iterator<Item = u32> {
     routes.chain(endpoints).chain(named_ids(present, name_kind::CLASS))
 }
 
-/// The name of a class in the maps: a set of policies may be too long for one.
-fn class_name(class: &BTreeSet<PolicyId>) -> String {
-    use siphasher::sip128::{Hasher128 as _, SipHasher13};
-    use std::hash::Hasher as _;
-    let mut hasher = SipHasher13::new_with_keys(0, 0);
-    // No name has a line break.
-    class.iter().for_each(|policy| hasher.write(format!("{policy}\n").as_bytes()));
-    format!("{:032x}", hasher.finish128().as_u128())
-}
-
 /// The indices of egress IPs: an address keeps the one that it has in the maps, even a retired one that comes back. Others
 /// get one that was never used or, if there is none left, that of a retired address.
 fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
@@ -501,12 +492,4 @@ fn enter<K: Ord, V: Checked<K>>(table: &mut BTreeMap<K, V>, key: K, record: V) {
 /// The seed of a policy's hashes: the same on every node, different between policies.
 pub fn seed(policy: &PolicyId) -> u32 {
     hash_of(&policy.to_string())
-}
-
-fn hash_of(text: &str) -> u32 {
-    use siphasher::sip::SipHasher13;
-    use std::hash::Hasher as _;
-    let mut hasher = SipHasher13::new_with_keys(0, 0);
-    hasher.write(text.as_bytes());
-    hasher.finish() as u32
 }

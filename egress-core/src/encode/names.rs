@@ -1,6 +1,8 @@
 //! Names in the map `NAMES`.
 
+use crate::model::PolicyId;
 use egress_common::abi::Name;
+use std::collections::BTreeSet;
 
 /// The text of a name.
 pub fn name_text(name: &Name) -> String {
@@ -14,4 +16,23 @@ pub fn name_record(text: &str) -> Name {
     let n = text.len().min(bytes.len());
     bytes[..n].copy_from_slice(&text.as_bytes()[..n]);
     Name { bytes }
+}
+
+/// The name of a class in the maps: a set of policies may be too long for one.
+pub(super) fn class_name(class: &BTreeSet<PolicyId>) -> String {
+    use siphasher::sip128::{Hasher128 as _, SipHasher13};
+    use std::hash::Hasher as _;
+    let mut hasher = SipHasher13::new_with_keys(0, 0);
+    // No name has a line break.
+    class.iter().for_each(|policy| hasher.write(format!("{policy}\n").as_bytes()));
+    format!("{:032x}", hasher.finish128().as_u128())
+}
+
+/// A hash of a text.
+pub(super) fn hash_of(text: &str) -> u32 {
+    use siphasher::sip::SipHasher13;
+    use std::hash::Hasher as _;
+    let mut hasher = SipHasher13::new_with_keys(0, 0);
+    hasher.write(text.as_bytes());
+    hasher.finish() as u32
 }

@@ -1,5 +1,7 @@
 //! Objects in, objects out, and the plan between them.
 
+mod unreadable;
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -263,44 +265,6 @@ fn a_broken_policy_says_so_and_touches_no_other() {
     assert_eq!(conditions[0].reason, "Invalid");
     assert!(conditions[0].message.starts_with("spec.destinationCIDRs[0]: \"10.0.0.0/99\" is not understood"));
     assert_eq!(conditions.len(), 4);
-}
-
-#[test]
-fn a_policy_that_cannot_be_understood_is_in_force_and_says_so() {
-    let mut objects = objects();
-    let spec = json!({"egressIPPool": {"name": "public"}, "bandwidth": {"rate": "100u"}});
-    objects.policies = vec![policy("broken", spec)];
-    let plan = round(&mut objects, &health(), 100);
-    assert!(plan.egress_ips.is_empty() && plan.outcomes.len() == 1);
-    let status = objects.policies[0].status.as_ref().unwrap();
-    assert_eq!((status.selected_endpoints, status.slots.len()), (6, 0));
-    let ready = &status.conditions[0];
-    assert_eq!((ready.status.as_str(), ready.reason.as_str()), ("False", "Invalid"));
-    assert!(
-        ready.message.starts_with("spec.bandwidth.rate: \"100u\" is not a quantity above zero"),
-        "{}",
-        ready.message
-    );
-    assert!(ready.message.ends_with("; until then, it drops packets of pods that it selects"), "{}", ready.message);
-}
-
-#[test]
-fn a_pool_that_cannot_be_understood_keeps_what_is_in_use_and_says_why() {
-    let mut objects = objects();
-    let before = round(&mut objects, &health(), 100);
-    let pool = Arc::make_mut(&mut objects.pools[0]);
-    pool.spec.ip_ranges[1] = serde_json::from_value(json!({"start": "2001:db8::1f", "end": "2001:db8::10"})).unwrap();
-    let (read, problems) = snapshot(&objects);
-    assert!(read.pools.is_empty() && read.unreadable_pools.len() == 1 && problems.len() == 1, "{problems:?}");
-    let after = round(&mut objects, &health(), 200);
-    assert_eq!((&after.egress_ips, &after.blocks), (&before.egress_ips, &before.blocks));
-    let status = objects.pools[0].status.as_ref().unwrap();
-    let told =
-        "spec.ipRanges[1]: 2001:db8::10 lies before 2001:db8::1f: swap them: write the first and the last address";
-    assert_eq!((status.conditions[0].reason.as_str(), status.conditions[0].message.as_str()), ("Invalid", told));
-    assert_eq!((status.conditions.len(), status.usage.used), (1, 10), "nothing drains");
-    assert_eq!(condition(&objects, "Ready").0, "True");
-    assert_eq!(condition(&objects, "Degraded").1, "Invalid");
 }
 
 #[test]
