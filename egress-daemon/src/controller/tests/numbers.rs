@@ -69,10 +69,12 @@ async fn a_full_round_for_another_reason_leaves_numbers_to_the_next_sweep() {
     fs::write(world.path().join("more.yaml"), pod.split("---").last().unwrap()).unwrap();
     let web = PolicyId::new(PolicyKind::Native, "web");
     // The metric is exact at any time.
-    world.until(|_| controller.report.borrow().endpoints.get(&web).filter(|count| **count == 3).copied()).await;
+    let mut report = controller.report.clone();
+    let counted = report.wait_for(|report| report.endpoints.get(&web) == Some(&3));
+    tokio::time::timeout(Duration::from_secs(30), counted).await.unwrap().unwrap();
     // It has other pods: `web` has no news.
     let other =
-        POLICY.replace("name: web", "name: other").replace("count: 2", "count: 1").replace("app: web", "app: no");
+        POLICY.replace("name: web", "name: other").replace("count: 2", "count: 1").replace("app: web", "app: other");
     fs::write(world.path().join("other.yaml"), &other).unwrap();
     world.until(|store| store.get::<EgressGatewayPolicy>(&Key::cluster("other"))?.status.clone()).await;
     let seen = number(&world.store);
