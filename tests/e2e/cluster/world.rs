@@ -95,11 +95,17 @@ impl InstalledCluster {
     /// What a developer would inspect after a test has failed.
     pub fn picture(&self) -> String {
         let mut picture = String::new();
-        for arguments in [
+        let agents = self.cluster.get(&["pods", "-n", "spillway", "-l", "app.kubernetes.io/component=agent"]);
+        let agents = agents.map_or_else(|_| Vec::new(), |list| list["items"].as_array().cloned().unwrap_or_default());
+        let names = agents.iter().filter_map(|pod| pod["metadata"]["name"].as_str());
+        let counters = names.map(|name| ["exec", "-n", "spillway", name, "--", "egressctl", "stats"]);
+        let counters: Vec<_> = counters.collect();
+        let objects = [
             &["get", "egp,egpol,eipp,egip,egn", "-o", "wide"][..],
             &["get", "pods", "-A", "-o", "wide"],
             &["logs", "-n", "spillway", "-l", "app.kubernetes.io/name=spillway", "--prefix", "--tail=12"],
-        ] {
+        ];
+        for arguments in objects.into_iter().chain(counters.iter().map(|arguments| &arguments[..])) {
             let output = self.cluster.try_kubectl(arguments);
             picture +=
                 &output.map_or_else(|error| error.to_string(), |o| String::from_utf8_lossy(&o.stdout).into_owned());
