@@ -280,7 +280,7 @@ impl TcpClients {
         self.end.shared.reports()
     }
 
-    /// Waits until the connections are `good`, and returns them.
+    /// Waits until all connections have begun and are `good`, and returns them.
     pub fn wait(
         &self,
         what: &str,
@@ -360,7 +360,11 @@ impl End {
         timeout: Duration,
         good: impl Fn(&[ConnectionReport]) -> bool,
     ) -> Result<Vec<ConnectionReport>> {
-        let seen = || Ok(Seen(self.shared.reports()));
+        let seen = || {
+            let begun = self.shared.wanted.load(Ordering::Relaxed) == 0;
+            ensure!(begun, "connections have not begun");
+            Ok(Seen(self.shared.reports()))
+        };
         wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
     }
 
