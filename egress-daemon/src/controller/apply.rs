@@ -182,7 +182,7 @@ pub(super) fn is_news_of_egress(old: &EgressStatus, new: &EgressStatus) -> bool 
 /// Removes messages that count pods, or nodes that have not carried a policy out yet.
 fn uncount(conditions: &mut [Condition]) {
     let counts = |condition: &&mut Condition| {
-        let reasons = [Reason::AsExpected, Reason::DoesNotFit, Reason::PodWithoutInterface, Reason::PodNotStarted];
+        let reasons = [Reason::DoesNotFit, Reason::PodWithoutInterface, Reason::PodNotStarted];
         let waits = condition.reason == PROGRAMMING;
         waits || reasons.iter().any(|reason| reason.as_str() == condition.reason)
     };

@@ -20,7 +20,8 @@ fn kubectl_tells_the_whole_story(world: &InstalledCluster) -> Result<()> {
     world.pool("public", 10, 12)?;
     world.policy("web", "web", "203.0.113.0/24", 3)?;
     let (reason, message) = world.condition("web", "Ready", "True")?;
-    ensure!(reason == "AsExpected" && message.contains("2 endpoints"), "{reason}: {message}");
+    ensure!(reason == "AsExpected" && message.contains("spread over its egress IPs"), "{reason}: {message}");
+    world.until("both pods are counted", &["egp", "web"], |policy| policy["status"]["selectedEndpoints"] == 2)?;
     for pod in &pods {
         world.wait_sources(pod, 0, &egress(10..=12))?;
     }
