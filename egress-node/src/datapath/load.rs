@@ -33,6 +33,8 @@ pub const PROGRAMS: [&str; 7] = [
 pub const NATIVE: [&str; 2] = ["underlay_xdp", "uplink_xdp"];
 /// The one of [`PROGRAMS`] that most nodes never need. Like [`NATIVE`], it is loaded when it is first attached.
 const ON_DEMAND: &str = "shaper_ingress";
+/// How often a program is given to the verifier, which gives up (`EAGAIN`) when a signal arrives: as often as libbpf does.
+const LOAD_ATTEMPTS: usize = 5;
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
 /// How often that is tried, and the pause in between: the kernel takes the timer's memory without waiting for anybody (`kmalloc_nolock`, since
@@ -347,11 +349,21 @@ impl Programs {
     }
 
     fn load_one(&mut self, program: &'static str) -> Result<(), LoadError> {
-        let loaded = match self.find(program)? {
+        let found = self.find(program)?;
+        let mut load = || match &mut *found {
             Program::SchedClassifier(found) => found.load(),
             Program::Xdp(found) => found.load(),
             _ => Err(ProgramError::UnexpectedProgramType),
         };
+        let mut loaded = load();
+        for _ in 1..LOAD_ATTEMPTS {
+            match &loaded {
+                Err(ProgramError::LoadError { io_error, .. }) if io_error.kind() == io::ErrorKind::WouldBlock => {
+                    loaded = load();
+                }
+                _ => break,
+            }
+        }
         loaded.map_err(|source| LoadError::Program { program, source })
     }
 
