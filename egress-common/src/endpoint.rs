@@ -28,6 +28,8 @@ pub trait Checked<K>: Sized {
 
 /// Values of `EXCEPTS_*`.
 pub mod except {
+    /// Policies may touch it: there is no entry.
+    pub const NONE: u32 = 0;
     /// A destination that no policy touches.
     pub const ANYWHERE: u32 = 1;
     /// The same, for addresses of another node's pods: no pod of this node has an address there.

@@ -135,25 +135,34 @@ fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
     });
 }
 
-/// docs/failures.md: service-bypass. The API server of a managed cluster is also behind a Service, and is no node.
+/// docs/failures.md: service-bypass. The API server of a managed cluster is also behind a Service, and is no node. It sees the node's
+/// address or, where the network routes pods' addresses, the pod's.
 #[test]
 fn service_bypass_is_none_of_connections_to_the_api_server() {
     lab::require_root!();
-    Lab::builder().workers(1).gateways(1).run(|lab| {
-        let api_server = service(Family::V4, 10).to_string();
-        let settings = settings("respect").env("KUBERNETES_SERVICE_HOST", &api_server);
-        let (pod, server) = web_pod_with(lab, &[10], &settings)?;
-        let node = lab.node("worker1").ns.clone();
-        translate(&node, 10, [server.ips.v4.into(), server.ips.v6.into()])?;
-        let _tcp = TcpServer::start(&server.ns, &server.ips.both(TCP_PORT), ServerMode::Echo)?;
-        let connect = |family| TcpClients::open(&pod.ns, at(service(family, 10), TCP_PORT), 3, TcpOptions::default());
-        connect(Family::V4)?.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
-        assert_eq!(counter(lab, "worker1", "drop_service")?, 0);
-        // The same number's IPv6 address is another Service.
-        let _other = connect(Family::V6)?;
-        wait_until("drops", PATIENCE, || counter(lab, "worker1", "drop_service"), |count| *count > 2)?;
-        Ok(())
-    });
+    for masquerade in [true, false] {
+        Lab::builder().workers(1).gateways(1).masquerade(masquerade).run(|lab| {
+            let api_server = service(Family::V4, 10).to_string();
+            let settings = settings("respect").env("KUBERNETES_SERVICE_HOST", &api_server);
+            let (pod, server) = web_pod_with(lab, &[10], &settings)?;
+            let node = lab.node("worker1").clone();
+            translate(&node.ns, 10, [server.ips.v4.into(), server.ips.v6.into()])?;
+            let tcp = TcpServer::start(&server.ns, &server.ips.both(TCP_PORT), ServerMode::Stream)?;
+            let connect =
+                |family| TcpClients::open(&pod.ns, at(service(family, 10), TCP_PORT), 3, TcpOptions::default());
+            let clients = connect(Family::V4)?;
+            clients.wait("records", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
+            let sender = if masquerade { node.underlay.ip(Family::V4) } else { pod.ips.v4.into() };
+            assert!(tcp.sources().into_keys().eq([sender]), "{:?}", tcp.sources());
+            for reason in ["drop_service", "drop_unguarded"] {
+                assert_eq!(counter(lab, "worker1", reason)?, 0, "{reason}");
+            }
+            // The same number's IPv6 address is another Service.
+            let _other = connect(Family::V6)?;
+            wait_until("drops", PATIENCE, || counter(lab, "worker1", "drop_service"), |count| *count > 2)?;
+            Ok(())
+        });
+    }
 }
 
 /// docs/failures.md: service-bypass, reply-inbound: what the outside opens at the node's own address is masqueraded for the pod, whose

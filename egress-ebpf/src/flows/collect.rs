@@ -132,7 +132,7 @@ pub fn idle_times(config: &DatapathConfig) -> [u32; 4] {
 #[inline(always)]
 fn is_due<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
     if flow.config_generation != config.generation
-        && let Class::Outside(_) = classify::classify(config, key.src, key.dst)
+        && let Class::Outside(..) = classify::classify(config, key.src, key.dst)
         // As long as its pod exists, the rest of a connection is severed, not let out.
         && (key.proto != proto::TCP || F::endpoints().get_ptr(key.src).is_none())
     {

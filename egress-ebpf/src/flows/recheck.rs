@@ -98,7 +98,7 @@ fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, 
     } else {
         match classify::classify(config, key.src, key.dst) {
             Class::Held => return Check::Drop(Counter::DropHeld),
-            Class::Outside(_) => None,
+            Class::Outside(..) => None,
             // The address is another pod's now.
             Class::Policy(_, endpoint) if endpoint.id != flow.endpoint => return Check::Anew,
             Class::Policy(policy, _) => Some(policy),

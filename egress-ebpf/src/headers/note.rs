@@ -24,12 +24,14 @@ pub const POD: u32 = 0x5352;
 pub const ASKED: u32 = 0x5353;
 /// Sent by a program of ours: the exit lets it pass.
 pub const SENT: u32 = 0x5354;
+/// As [`POD`], to the API server's Service: no policy touches what NAT makes of it.
+pub const FREE: u32 = 0x5355;
 /// As [`POD`], with the class of the pod in the lower bits: the packet may open something, and has been left to the stack because no
 /// policy matches its destination.
 const CLASS: u32 = 0x1000;
 
 const _: () =
-    assert!((DELIVERED | POD | ASKED | SENT | CLASS) & COPIES == 0 && (DELIVERED ^ CLASS) & !(CLASS - 1) != 0);
+    assert!((DELIVERED | POD | ASKED | SENT | FREE | CLASS) & COPIES == 0 && (DELIVERED ^ CLASS) & !(CLASS - 1) != 0);
 const _: () = assert!(MAX_CLASSES <= CLASS as usize);
 
 /// The note for a packet of a pod of this class.
@@ -69,7 +71,7 @@ impl Packet {
     /// Whether a pod of this node sent it, as noted by the gate.
     #[inline(always)]
     pub fn is_pods(&self) -> bool {
-        self.is_noted(POD) || self.noted_class().is_some()
+        self.is_noted(POD) || self.is_noted(FREE) || self.noted_class().is_some()
     }
 
     /// Clears the note of a packet from outside of the node: where nodes are containers, it still has what another node's

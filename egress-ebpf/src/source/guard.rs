@@ -55,7 +55,7 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
             return verdict;
         }
     }
-    if pkt.is_noted(note::ASKED) || forwarded && once::selected::<F>(pkt) != 0 {
+    if pkt.is_noted(note::ASKED) || forwarded && !pkt.is_noted(note::FREE) && once::selected::<F>(pkt) != 0 {
         // The tables may have changed since `pod_egress` checked the flow.
         let verdict = match once::caught::<F>(pkt, 0) {
             CHECK if recheck::once::recheck::<F>(pkt, 1) == recheck::KEPT => once::caught::<F>(pkt, 1),

@@ -78,7 +78,7 @@ fn quoted_key<F: Family>(inner: &Embedded<F>) -> FlowKey<F> {
 #[inline(always)]
 fn quoting<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> Verdict {
     match classify::classify(config, ip.src, ip.dst) {
-        Class::Outside(_) => return Verdict::Pass,
+        Class::Outside(..) => return Verdict::Pass,
         Class::Held => return Verdict::Drop(Counter::DropHeld),
         Class::Policy(..) => {}
     }

@@ -13,18 +13,25 @@ use crate::{
     tables::{classify, family::Family},
     transports::exit,
 };
-use egress_common::verdict::{Counter, Verdict};
+use egress_common::{
+    endpoint::except,
+    verdict::{Counter, Verdict},
+};
 
 /// Upper half of what [`left`] returns for a packet that [`unless_own`] is to look at, with the class in the lower one: no verdict has
 /// these bits.
 pub const LOOK: u64 = u32::MAX as u64 - 2;
 
-/// `pod_egress` leaves the packet of a pod of this class to the stack, because no policy matches its destination.
+/// `pod_egress` leaves the packet of a pod of this class to the stack, because no policy matches its destination, which has this exception.
 #[inline(always)]
-pub fn left<F: Family>(pkt: &Packet, t: &L4Header, class: u32, dst: F) -> Verdict {
+pub fn left(pkt: &Packet, t: &L4Header, class: u32, exception: u32) -> Verdict {
     match t.kind {
         _ if class == 0 => Verdict::Pass,
-        Kind::Tcp if t.opens() && classify::is_free_service(dst) => Verdict::Pass,
+        // Where nothing masquerades, each of its packets arrives at the exit as the pod's, for a destination of its policy.
+        Kind::Tcp if exception == except::SERVICE => {
+            pkt.note(note::FREE);
+            Verdict::Pass
+        }
         Kind::Tcp if t.opens() => {
             pkt.note(note::of_class(class));
             Verdict::Pass
@@ -54,7 +61,7 @@ pub fn leaving<F: Family>(pkt: &Packet, class: u32) -> u64 {
         return Verdict::Drop(Counter::DropMalformed).to_bits();
     };
     let verdict = match classify::route(class, dst) {
-        Some(policy) if !classify::leaves_as_node::<F>(policy) => Verdict::Drop(Counter::DropService),
+        Ok(policy) if !classify::leaves_as_node::<F>(policy) => Verdict::Drop(Counter::DropService),
         _ => Verdict::Pass,
     };
     verdict.to_bits()

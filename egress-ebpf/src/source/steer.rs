@@ -253,9 +253,9 @@ fn unknown<F: Family>(
 ) -> Result<(), Verdict> {
     let generation = recheck::generation(config);
     let (index, endpoint) = match classify::classify(config, ip.src, ip.dst) {
-        Class::Outside(class) => {
+        Class::Outside(class, exception) => {
             trace::note(if class == 0 { Step::Unselected } else { Step::Elsewhere }, 0, 0);
-            return Err(service::left(pkt, t, class, ip.dst));
+            return Err(service::left(pkt, t, class, exception));
         }
         Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
         Class::Policy(index, endpoint) => (index, endpoint),

@@ -15,8 +15,9 @@ use egress_common::{
 
 /// The answer for one source and destination.
 pub enum Class {
-    /// No policy: the packet is not ours. The class of the pod that sent it; 0 if no policy selects that pod.
-    Outside(u32),
+    /// No policy: the packet is not ours. The class of the pod that sent it, 0 if no policy selects that pod; and the exception
+    /// for its destination, one of [`except`], [`except::NONE`] if the class is 0.
+    Outside(u32, u32),
     /// The source is unknown while a selected pod is starting.
     Held,
     /// The policy with this index.
@@ -31,26 +32,29 @@ pub fn classify<F: Family>(config: &DatapathConfig, src: F, dst: F) -> Class {
         Err(Miss::Changing) => return Class::Held,
         Err(Miss::Absent) => {
             // An unspecified or link-local source asks for addresses and neighbours; it is never forwarded.
-            let held = config.flags & flags::HOLD != 0 && !F::never_leaves(src) && !excepted(dst);
-            return if held { Class::Held } else { Class::Outside(0) };
+            let held = config.flags & flags::HOLD != 0 && !F::never_leaves(src) && exception(dst) == except::NONE;
+            return if held { Class::Held } else { Class::Outside(0, except::NONE) };
         }
     };
     match route(endpoint.class, dst) {
-        Some(policy) => Class::Policy(policy, endpoint),
-        None => Class::Outside(endpoint.class),
+        Ok(policy) => Class::Policy(policy, endpoint),
+        Err(exception) => Class::Outside(endpoint.class, exception),
     }
 }
 
-/// The policy for packets that pods of this class send to `dst`.
+/// The policy for packets that pods of this class send to `dst`, or else the exception for `dst`.
 #[inline(always)]
-pub fn route<F: Family>(class: u32, dst: F) -> Option<u32> {
-    if class == 0 || excepted(dst) {
-        return None;
+pub fn route<F: Family>(class: u32, dst: F) -> Result<u32, u32> {
+    if class == 0 {
+        return Err(except::NONE);
     }
-    F::routes()
-        .get(&Key::new(32 + F::BITS, RouteKey { class, addr: dst }))
-        .copied()
-        .filter(|policy| *policy != NO_POLICY)
+    match exception(dst) {
+        except::NONE => {
+            let policy = F::routes().get(&Key::new(32 + F::BITS, RouteKey { class, addr: dst })).copied();
+            policy.filter(|policy| *policy != NO_POLICY).ok_or(except::NONE)
+        }
+        exception => Err(exception),
+    }
 }
 
 /// Whether policies select the pod with this address.
@@ -73,16 +77,13 @@ pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
     }
 }
 
-/// Whether no policy touches this destination.
+/// Why no policy touches this destination: one of [`except`].
 #[inline(always)]
-fn excepted<F: Family>(dst: F) -> bool {
-    F::never_leaves(dst) || F::excepts().get(&Key::new(F::BITS, dst)).is_some()
-}
-
-/// Whether no policy touches what the node's NAT turns this destination into.
-#[inline(always)]
-pub fn is_free_service<F: Family>(dst: F) -> bool {
-    matches!(F::excepts().get(&Key::new(F::BITS, dst)), Some(&except::SERVICE))
+fn exception<F: Family>(dst: F) -> u32 {
+    if F::never_leaves(dst) {
+        return except::ANYWHERE;
+    }
+    F::excepts().get(&Key::new(F::BITS, dst)).copied().unwrap_or(except::NONE)
 }
 
 /// How often an entry is read again if it is replaced while it is read.
