@@ -8,6 +8,7 @@ mod actions;
 mod aside;
 mod count;
 pub mod facts;
+mod failing;
 mod hooks;
 mod native;
 mod node;

@@ -1,7 +1,7 @@
 //! The agent's loop: feeds events to the machine and carries out what it decides.
 
 use super::{
-    aside::Aside, count, facts::ObservedObjects, hooks::Hooks, owned::Owned, reopen, routes::Routes,
+    aside::Aside, count, facts::ObservedObjects, failing::Failing, hooks::Hooks, owned::Owned, reopen, routes::Routes,
     settings::AgentSettings, trace::Change,
 };
 use crate::{
@@ -120,8 +120,8 @@ pub struct Agent {
     pub(super) account_flows: BTreeMap<u32, u64>,
     /// The status that is being written to the store.
     pub(super) writing: Aside<Result<(), StoreError>>,
-    /// Why the status could not be written the last time. Each reason is told once.
-    pub(super) unwritten: Option<String>,
+    /// The writes of the status.
+    pub(super) status_writes: Failing,
     pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
     pub(super) node_ports: Option<NodePorts>,
     pub(super) source: String,
@@ -192,7 +192,7 @@ impl Agent {
             reopening,
             account_flows: BTreeMap::new(),
             writing: Aside::default(),
-            unwritten: None,
+            status_writes: Failing::default(),
             sockets: Aside::default(),
             // Known before the first report.
             node_ports: NodePorts::read().inspect_err(|e| tracing::warn!("cannot read the node's own ports: {e}")).ok(),
@@ -313,7 +313,7 @@ impl Agent {
     fn take_written(&mut self, written: Option<Result<(), StoreError>>) {
         match written {
             Some(Ok(())) => {
-                self.unwritten = None;
+                self.status_writes.is_over();
                 self.machine.handle_status(true);
             }
             // The next read of the objects leads to another write.
@@ -324,10 +324,9 @@ impl Agent {
             failed => {
                 let why =
                     failed.and_then(Result::err).map_or_else(|| "its task has failed".to_owned(), |e| e.to_string());
-                if self.unwritten.as_ref() != Some(&why) {
+                if self.status_writes.is_news(&why) {
                     tracing::warn!("the status of this node is not up to date: {why}");
                 }
-                self.unwritten = Some(why);
                 self.machine.handle_status_failed(self.now());
             }
         }

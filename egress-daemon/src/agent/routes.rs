@@ -1,5 +1,6 @@
 //! The routes to other nodes.
 
+use super::failing::Failing;
 use egress_core::network::{Route, links::LinkTable};
 use egress_node::host::{
     netlink::Netlink,
@@ -16,8 +17,7 @@ use std::{
 pub struct Routes {
     found: BTreeMap<IpAddr, Result<Route, String>>,
     secured: Vec<Secured>,
-    /// Why they could not be read the last time. Each reason is told once.
-    unread: Option<String>,
+    reading: Failing,
     links: LinkTable,
 }
 
@@ -30,18 +30,16 @@ impl Routes {
     fn take_secured(&mut self, read: io::Result<Vec<Secured>>) {
         match read {
             Ok(secured) => {
-                self.unread = None;
+                self.reading.is_over();
                 if secured != self.secured {
                     self.secured = secured;
                     self.found.clear();
                 }
             }
             Err(error) => {
-                let why = error.to_string();
-                if self.unread.as_ref() != Some(&why) {
-                    tracing::warn!("IPsec policies cannot be read, those known before count: {why}");
+                if self.reading.is_news(&error.to_string()) {
+                    tracing::warn!("IPsec policies cannot be read, those known before count: {error}");
                 }
-                self.unread = Some(why);
             }
         }
     }

@@ -119,15 +119,21 @@ mod tests {
         far.interfaces()
     }
 
+    /// Two pods, and the indices of the links to them.
+    async fn two_pods() -> ([NetNs; 2], Vec<u32>) {
+        let (net, pods) = (Net::here(), [NetNs::create(), NetNs::create()]);
+        let mut indices = Vec::new();
+        for (name, pod) in ["veth0", "veth1"].into_iter().zip(&pods) {
+            net.veth_into(name, pod, "eth0").await;
+            indices.push(net.index(name).await);
+        }
+        (pods, indices)
+    }
+
     #[test]
     fn an_address_is_found_behind_all_links_that_have_it() {
         in_netns("an_address_is_found_behind_all_links_that_have_it", async || {
-            let (net, pods) = (Net::here(), [NetNs::create(), NetNs::create()]);
-            let mut indices = Vec::new();
-            for (name, pod) in ["veth0", "veth1"].into_iter().zip(&pods) {
-                net.veth_into(name, pod, "eth0").await;
-                indices.push(net.index(name).await);
-            }
+            let (pods, indices) = two_pods().await;
             let add =
                 |pod: &NetNs, address: &'static str| pod.run(|| async { Net::here().address("eth0", address).await });
             let ip: IpAddr = "10.0.0.1".parse().unwrap();
@@ -150,12 +156,7 @@ mod tests {
     #[test]
     fn a_link_with_very_many_addresses_does_not_hide_others() {
         in_netns("a_link_with_very_many_addresses_does_not_hide_others", async || {
-            let (net, pods) = (Net::here(), [NetNs::create(), NetNs::create()]);
-            let mut indices = Vec::new();
-            for (name, pod) in ["veth0", "veth1"].into_iter().zip(&pods) {
-                net.veth_into(name, pod, "eth0").await;
-                indices.push(net.index(name).await);
-            }
+            let (pods, indices) = two_pods().await;
             pods[0].run(|| async {
                 let net = Net::here();
                 for i in 0..1_000u16 {

@@ -22,19 +22,25 @@ fn periodic_actions_run_when_they_are_due() {
     assert_eq!(when("Heartbeat"), [0, 1250, 2500, 3750, 5000]);
 }
 
+/// The times between the first beginnings of an action, in milliseconds.
+fn pauses_of(mut shell: Shell, action: &str, count: usize) -> Vec<u128> {
+    let mut begins = Vec::new();
+    while begins.len() < count {
+        shell.machine.handle_timeout(shell.now);
+        let now = shell.now.as_millis();
+        begins.extend(shell.run().iter().any(|name| name == action).then_some(now));
+        shell.now = shell.machine.next_wake().max(shell.now + Duration::from_millis(1));
+    }
+    begins.windows(2).map(|two| two[1] - two[0]).collect()
+}
+
 #[test]
 fn a_round_that_takes_long_is_not_soon_repeated_without_a_reason() {
     let pauses = |takes: u64| {
         let mut shell = Shell::new(&FactsFixture::new());
         shell.takes = Duration::from_millis(takes);
-        let mut ends = Vec::new();
-        while ends.len() < 5 {
-            shell.machine.handle_timeout(shell.now);
-            ends.extend(shell.run().contains(&"Write".to_owned()).then_some(shell.now.as_millis()));
-            shell.now = shell.machine.next_wake().max(shell.now + Duration::from_millis(1));
-        }
         // The first ones have other reasons, and tell how long one is.
-        ends.windows(2).map(|two| two[1] - two[0]).skip(2).collect::<Vec<_>>()
+        pauses_of(shell, "Write", 5).split_off(2)
     };
     assert_eq!(pauses(0), [5_000; 2]);
     assert_eq!(pauses(500), [10_500; 2], "a twentieth of the time");
@@ -46,14 +52,7 @@ fn counts_that_take_long_are_far_apart() {
     let pauses = |takes: u64| {
         let mut shell = Shell::new(&FactsFixture::new());
         shell.count_takes = Duration::from_millis(takes);
-        let mut begins = Vec::new();
-        while begins.len() < 3 {
-            shell.machine.handle_timeout(shell.now);
-            let now = shell.now.as_millis();
-            begins.extend(shell.run().contains(&"CountPorts".to_owned()).then_some(now));
-            shell.now = shell.machine.next_wake().max(shell.now + Duration::from_millis(1));
-        }
-        begins.windows(2).map(|two| two[1] - two[0]).collect::<Vec<_>>()
+        pauses_of(shell, "CountPorts", 3)
     };
     assert_eq!(pauses(0), [2_000; 2]);
     assert_eq!(pauses(500), [10_000; 2], "a twentieth of the time");
