@@ -31,7 +31,7 @@ counters! {
     FirewallAsked = "firewall_asked": "packets of pending flows that were passed to the host's firewall",
     FirewallPassed = "firewall_passed": "flows that the host's firewall accepted",
     TooLargeAnswered = "too_large_answered": "packets of pods that are too large for their transport, answered with the size that fits",
-    Untouched = "flows_untouched": "connections that the outside opened, or that are older than the policy",
+    Untouched = "flows_untouched": "connections that keep their path: opened by the outside, older than the policy, or begun while there was no gateway",
     SentTunnel = "sent_tunnel": "packets sent to another node by the tunnel device",
     SentVxlan = "sent_vxlan": "packets sent to another node with an outer header that the program wrote",
     SentDirect = "sent_direct": "packets sent to another node without an outer header",

@@ -151,7 +151,7 @@ pub fn exit_egress(ctx: TcContext) -> i32 {
         return NEXT;
     }
     trace::begin(&pkt, hook::EXIT);
-    // What the kernel takes for the protocol is the word of whoever has made the frame.
+    // `skb->protocol` is whatever the frame's sender claimed.
     let verdict = match pkt.ethertype(0) {
         IPV4 => guard::leaving::<V4>(&pkt),
         IPV6 => guard::leaving::<V6>(&pkt),

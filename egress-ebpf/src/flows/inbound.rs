@@ -49,7 +49,7 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     // A pod of this node that sends with a foreign address does not count as the outside, nor does a socket of the host. With its own
     // address, which the gate has checked, a pod opens a flow like anyone else. A host's SYN counts: it may be that of a proxy which keeps
     // the address of its client, and the pod's own connections never take its record.
-    let hosts = pkt.ingress_ifindex() == 0 && t.kind != Kind::Tcp;
+    let hosts = t.kind != Kind::Tcp && pkt.is_hosts();
     if (hosts || pkt.is_pods()) && F::endpoints().get_ptr(ip.src).is_none() {
         return Verdict::Pass;
     }

@@ -167,7 +167,7 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false)
 }
 
-/// A packet whose headers cannot be read up to that of the transport. The stack must not forward one for a floating egress IP: with a
+/// A packet whose headers cannot be parsed as far as the transport header. The stack must not forward one for a floating egress IP: with a
 /// route to this node it would come back.
 #[inline(always)]
 fn unreadable<F: Family>(pkt: &Packet) -> Verdict {

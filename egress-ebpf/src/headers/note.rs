@@ -8,6 +8,9 @@ use egress_common::{
     limits::MAX_CLASSES,
 };
 
+/// Index of `lo` in every network namespace (Linux, include/net/flow.h).
+const LOOPBACK_IFINDEX: u32 = 1;
+
 /// Nothing is known.
 pub const NONE: u32 = 0;
 /// A reply on its way into a pod.
@@ -72,6 +75,20 @@ impl Packet {
     #[inline(always)]
     pub fn is_pods(&self) -> bool {
         self.is_noted(POD) || self.is_noted(FREE) || self.noted_class().is_some()
+    }
+
+    /// Whether a socket of this host has made the packet: it still has that socket, or has been looped back. Packets from elsewhere may have no
+    /// interface of arrival either, such as what Open vSwitch has asked its daemon about.
+    #[inline(always)]
+    pub fn is_hosts(&self) -> bool {
+        match self.ingress_ifindex() {
+            0 => {
+                // SAFETY: the context pointer is valid while the program runs; the socket's is only compared.
+                let socket = unsafe { (&raw const (*self.raw()).__bindgen_anon_2.sk).read_volatile() };
+                !socket.is_null()
+            }
+            index => index == LOOPBACK_IFINDEX,
+        }
     }
 
     /// Clears the note of a packet from outside of the node: where nodes are containers, it still has what another node's

@@ -241,7 +241,7 @@ impl Packet {
         field!(self.context.0, protocol) as u16
     }
 
-    /// EtherType in the frame, network byte order, behind `tags` bytes of VLAN tags; 0 for none.
+    /// EtherType in the frame, network byte order, behind `tags` bytes of VLAN tags; 0 if the frame is too short.
     #[inline(always)]
     pub fn ethertype(&self, tags: u32) -> u16 {
         self.read_header::<u16>(ETH_LEN - 2 + tags).unwrap_or(0)

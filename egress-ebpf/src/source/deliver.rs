@@ -138,8 +138,8 @@ fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4H
     translated::into_pod(pkt, to.ifindex, &to.macs)
 }
 
-/// Updates the forward half of a known flow from a reply: once a tick, at the first answer to a question, and at a packet that claims to
-/// be the remote side's end. Removes a reverse half that is orphaned. Returns [`DOUBTFUL`], or 0.
+/// Updates the forward half of a known flow from a reply: once a tick, at a SYN, at the first answer to a question, and at a packet that
+/// claims to be the remote side's end. Removes a reverse half that is orphaned. Returns [`DOUBTFUL`], or 0.
 #[inline(always)]
 pub fn tend<F: Family>(pkt: &Packet) -> u64 {
     let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return 0 };

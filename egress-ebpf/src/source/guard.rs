@@ -44,8 +44,8 @@ const DISCOVERY: core::ops::RangeInclusive<u8> = 133..=137;
 pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else {
-        // Its headers cannot be read.
-        let ours = once::selected::<F>(pkt) != 0 || once::has_egress_ip::<F>(pkt) != 0;
+        // Its headers cannot be read: they may hide a UDP header with the tunnel's port. What this node routes for others may be odd.
+        let ours = !is_from_uplink(pkt) || once::selected::<F>(pkt) != 0 || once::has_egress_ip::<F>(pkt) != 0;
         return if ours { Verdict::Drop(Counter::DropMalformed) } else { Verdict::Pass }.to_bits();
     };
     let forwarded = pkt.ingress_ifindex() != 0;
@@ -82,8 +82,8 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A frame that leaves with one VLAN tag, or two, among its bytes. Only packet sockets, and devices that tag so, make such frames: no
-/// flow's packet is among them. A verdict's bits.
+/// A frame that leaves with one VLAN tag, or two, among its bytes. Packet sockets make such frames, and
+/// VLAN devices without `reorder_hdr` over cards that do not tag: no flow's packet leaves so. A verdict's bits.
 #[inline(always)]
 pub fn tagged(pkt: &Packet) -> u64 {
     const TAG: u32 = TAG_LEN as u32;
@@ -102,8 +102,12 @@ pub fn tagged(pkt: &Packet) -> u64 {
 #[inline(always)]
 pub fn behind_tags<F: Family>(pkt: &Packet, l3: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
-    let Some(ip) = F::embedded(pkt, l3) else { return Verdict::Pass.to_bits() };
-    let verdict = if is_tunnelled::<F>(pkt, config, &ip) {
+    let Some(ip) = F::embedded(pkt, l3) else {
+        return if is_from_uplink(pkt) { Verdict::Pass } else { Verdict::Drop(Counter::DropMalformed) }.to_bits();
+    };
+    let verdict = if pkt.is_noted(note::ASKED) {
+        Verdict::Drop(Counter::DropUnguarded)
+    } else if is_tunnelled::<F>(pkt, config, &ip) {
         Verdict::Drop(Counter::DropTunnelPort)
     } else if let Some((index, _)) = egress::find(ip.src)
         && is_forged(pkt, &ip, index, pkt.ingress_ifindex() != 0)
@@ -162,8 +166,14 @@ fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) ->
         return false;
     }
     let Some([_, to]) = pkt.read_l4::<[u16; 2]>(F::HEADER, ip.l4, 0) else { return false };
+    u16::from_be(to) as u32 == config.tunnel_port && !is_from_uplink(pkt)
+}
+
+/// Whether the packet has come from outside of the node.
+#[inline(always)]
+fn is_from_uplink(pkt: &Packet) -> bool {
     // SAFETY: read only.
-    u16::from_be(to) as u32 == config.tunnel_port && unsafe { UPLINKS.get(pkt.ingress_ifindex()) }.is_none()
+    unsafe { UPLINKS.get(pkt.ingress_ifindex()) }.is_some()
 }
 
 /// A packet that may be a selected pod's: one of a translated flow is sent, whatever happened to its marks on the path to here.

@@ -281,6 +281,10 @@ fn unknown<F: Family>(
     if policy.table_len == 0 {
         if policy.leaves_as_node() {
             trace::note(Step::AsNode, 0, 0);
+            if t.kind == Kind::Tcp && policy.flags & policy_flags::EXISTING_DROP == 0 {
+                // It stays on its path when a gateway is back.
+                inbound::leave_alone::<F>(pkt, generation, key, &endpoint, tcp::advance(0, t.flags));
+            }
             return Err(alone(ip));
         }
         return Err(Verdict::Drop(Counter::DropNoGateway));

@@ -29,6 +29,8 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
+/// The least MTU of a link that carries IPv6 (RFC 8200, section 5).
+const IPV6_MIN_MTU: u32 = 1_280;
 /// Length of the kernel's `struct bpf_fib_lookup`. (The binding is of an older layout, of the same length.)
 const LOOKUP_LEN: usize = 64;
 type Lookup = MaybeUninit<[u32; LOOKUP_LEN / 4]>;
@@ -99,7 +101,7 @@ fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
         Ok(macs) => macs,
         Err(counter) => return Verdict::Drop(counter),
     };
-    if is_too_large(pkt, pkt.mtu_of(e.ifindex)) {
+    if is_too_large(pkt, || pkt.mtu_of(e.ifindex)) {
         return Verdict::Drop(Counter::DropTooLarge);
     }
     if pkt.write_words(0, &macs).is_none() || e.vlan != 0 && pkt.push_vlan(e.vlan).is_none() {
@@ -131,7 +133,7 @@ fn by_route<F: Family>(pkt: &Packet, way: RouteQuery) -> Verdict {
         return Verdict::Drop(Counter::DropMalformed);
     };
     let Some((hop, _)) = kept(pkt, way, &src, &dst, way.is_routed()) else { return pkt.redirect_routed(way.home) };
-    let mtu = match hop.ifindex {
+    let mtu = || match hop.ifindex {
         ONCE | NONE => pkt.mtu_of(way.home),
         _ => hop.mtu,
     };
@@ -146,15 +148,18 @@ fn by_route<F: Family>(pkt: &Packet, way: RouteQuery) -> Verdict {
     }
 }
 
-/// Whether the packet, or each part of a merged one, is certainly larger than `mtu` (0: not known). A redirected packet is not fragmented,
-/// and the kernel drops it uncounted.
+/// Whether the packet, or each part of a merged one, is certainly larger than `mtu` (0: not known). Nothing fragments a redirected packet, and
+/// most drivers silently drop one that is too large. What fits into every link that IPv6 may use is not looked up.
 #[inline(always)]
-fn is_too_large(pkt: &Packet, mtu: u32) -> bool {
+fn is_too_large(pkt: &Packet, mtu: impl FnOnce() -> u32) -> bool {
     let length = match pkt.gso_size() {
         0 => pkt.len() - ETH_LEN,
         size => size + V4::HEADER + at::UDP_LEN,
     };
-    mtu != 0 && length > mtu
+    length > IPV6_MIN_MTU && {
+        let mtu = mtu();
+        mtu != 0 && length > mtu
+    }
 }
 
 /// What is known about the next hop of a pair at this moment, and whether it was looked up just now. `first`: look it up for the first packet

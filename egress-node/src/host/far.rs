@@ -39,7 +39,7 @@ impl FarEnds {
         Ok(FarEnds { handle, _connection: task, known: BTreeMap::new() })
     }
 
-    /// Begins a new connection: the one before it still receives an answer.
+    /// Begins a new connection: the old one is still receiving a dump.
     fn reopen(&mut self) {
         match Self::open() {
             Ok(fresh) => *self = Self { known: std::mem::take(&mut self.known), ..fresh },

@@ -206,9 +206,10 @@ impl Rig {
         self.try_run(program, frame).expect("a frame that the kernel runs programs with")
     }
 
-    /// The same, or `None` for a frame that the kernel does not accept as a packet. What goes into a pod has come in by an interface.
+    /// The same, or `None` for a frame that the kernel does not accept as a packet. What goes into a pod has come in by an interface, and
+    /// not by `lo`, which is number 1.
     pub fn try_run(&mut self, program: &'static str, frame: &[u8]) -> Option<(i32, Vec<u8>)> {
-        let forwarded = [(INGRESS_IFINDEX, 1)];
+        let forwarded = [(INGRESS_IFINDEX, 2)];
         self.run_with(program, frame, if program == "pod_ingress" { &forwarded } else { &[] })
     }
 

@@ -165,9 +165,13 @@ fn only_our_programs_may_send_with_an_egress_ip() {
             assert_eq!(rig.leave(&tag(&harmless), 0), (NEXT, tag(&harmless)));
         }
     }
-    // Nor do headers without an end.
+    // Nor do headers without an end: what is behind them may be for the tunnel's port.
     let many = [[60, 0, 1, 4, 0, 0, 0, 0].repeat(6), vec![UDP, 0, 1, 4, 0, 0, 0, 0]].concat();
-    rig.kept(&ip(addr(EGRESS6), addr(SERVER6), 60, &many, &udp(1, 2, b"")), 0, Counter::DropMalformed);
+    for source in [EGRESS6, SERVER6] {
+        let hidden = ip(addr(source), addr(SERVER6), 60, &many, &udp(1, TUNNEL_PORT, b""));
+        rig.kept(&hidden, 0, Counter::DropMalformed);
+        rig.kept(&tagged(hidden, 100), 0, Counter::DropMalformed);
+    }
     // The agent's announcements of an egress IP are never routed.
     let mut announcement = ip(addr(EGRESS6), addr("ff02::1"), ICMPV6, &[], &icmp(136, 0, &[0; 20]));
     rig.kept(&announcement, 0, Counter::DropForged);

@@ -263,10 +263,15 @@ fn what_leaves_with_the_nodes_address_does_so_in_fragments_and_after_its_first_s
         let (pod, server) = (addr(pod), addr(server));
         passes_in_parts(&mut rig, &seal(ip(pod, server, UDP, &[], &udp(40_000, 53, &DATA))), 7);
         passes_in_parts(&mut rig, &echo(pod, server, false, 9, &DATA), 17);
+        let segment = |port, flags| seal(ip(pod, server, TCP, &[], &tcp(port, 443, flags, &[])));
         for flags in [SYN, ACK] {
-            let segment = seal(ip(pod, server, TCP, &[], &tcp(40_000, 443, flags, &[])));
-            assert_eq!(rig.run("pod_egress", &segment).0, NEXT, "{:?}", rig.writer.maps().counters());
+            assert_eq!(rig.run("pod_egress", &segment(40_000, flags)).0, NEXT, "{:?}", rig.writer.maps().counters());
         }
+        // A gateway is back.
+        rig.write(&scene());
+        assert_eq!(rig.run("pod_egress", &segment(40_000, ACK)).0, NEXT, "{:?}", rig.writer.maps().counters());
+        assert_eq!(rig.run("pod_egress", &segment(40_001, SYN)).0, REDIRECT);
+        rig.write(&view);
     }
 }
 
@@ -293,14 +298,17 @@ fn a_pods_own_ping_and_one_from_outside_with_its_identifier_do_not_take_each_oth
 #[test]
 fn inbound_poison_a_socket_of_the_host_is_not_the_outside() {
     let Some(mut rig) = Reused::new("inbound-host", &scene()) else { return };
-    let made_here = [(INGRESS_IFINDEX, 0)];
+    // Sent into the pod's link, or into `lo` and forwarded from there.
+    let (made_here, looped) = ([(INGRESS_IFINDEX, 0)], [(INGRESS_IFINDEX, 1)]);
     for (pod, server) in POD.into_iter().zip(SERVER) {
         let (pod, server) = (addr(pod), addr(server));
         let forged = seal(ip(server, pod, UDP, &[], &udp(53, 40_000, b"!")));
         for frame in [forged, echo(server, pod, false, 7, b"ping")] {
-            let before = rig.count(Counter::Untouched);
-            assert_eq!(rig.run_with("pod_ingress", &frame, &made_here).unwrap().0, NEXT);
-            assert_eq!(rig.count(Counter::Untouched), before, "it makes no record");
+            for way in [&made_here, &looped] {
+                let before = rig.count(Counter::Untouched);
+                assert_eq!(rig.run_with("pod_ingress", &frame, way).unwrap().0, NEXT);
+                assert_eq!(rig.count(Counter::Untouched), before, "it makes no record");
+            }
         }
         let query = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"?")));
         assert_eq!(rig.run("pod_egress", &query).0, REDIRECT);
