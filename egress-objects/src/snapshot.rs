@@ -21,7 +21,7 @@ use crate::api::{
     ExternalIPPool, Pod,
 };
 use crate::translate::{self, Problem, networks::CniObjects};
-use egress_core::model::{Labels, PoolId, PoolKind, Snapshot};
+use egress_core::model::{Labels, Snapshot};
 
 /// All objects that a plan is made from, in any order.
 #[derive(Clone, Debug, Default)]
@@ -54,23 +54,18 @@ pub struct ApiObjects {
     pub egress_nodes: Vec<Arc<EgressNode>>,
 }
 
-/// The model of all objects, and what could not be understood. An object that has a problem never touches another one. Of a pool only the
-/// name is known then, and of a policy what it selects (`translate::policy::read`); one of another system is left out. A node is read
-/// without the part that has the problem.
+/// The model of all objects, and what could not be understood. Of a pool that has a problem only which nodes have its addresses is known
+/// (`translate::pool::known`), and of a policy what it selects (`translate::policy::read`); one of another system is left out. A node is
+/// read without the part that has the problem.
 pub fn snapshot(objects: &ApiObjects) -> (Snapshot, Vec<Problem>) {
     let (mut snapshot, mut problems) = (Snapshot::default(), Vec::new());
-    let own = objects.pools.iter().map(|object| (PoolKind::Native, &object.metadata, translate::pool(object)));
-    let antrea = objects.external_ip_pools.iter();
-    let antrea = antrea.map(|object| (PoolKind::Antrea, &object.metadata, translate::antrea::pool(object)));
-    for (kind, metadata, read) in own.chain(antrea) {
-        match read {
-            Ok(pool) => {
-                snapshot.pools.insert(pool.id.clone(), pool);
-            }
-            Err(found) => {
-                snapshot.unreadable_pools.insert(PoolId::new(kind, &translate::name(metadata)));
-                problems.extend(found);
-            }
+    let own = objects.pools.iter().map(|object| translate::pool::read(object));
+    for (pool, found) in own.chain(objects.external_ip_pools.iter().map(|o| translate::antrea::read_pool(o))) {
+        if found.is_empty() {
+            snapshot.pools.insert(pool.id.clone(), pool);
+        } else {
+            snapshot.unreadable_pools.insert(pool.id.clone(), translate::pool::known(pool, &found));
+            problems.extend(found);
         }
     }
     let own = objects.policies.iter().map(|object| translate::read(object));
@@ -79,7 +74,8 @@ pub fn snapshot(objects: &ApiObjects) -> (Snapshot, Vec<Problem>) {
         problems.extend(found);
     }
     let cilium = objects.cilium_policies.iter().map(|object| translate::cilium::policy(object));
-    let antrea = objects.egresses.iter().map(|object| translate::antrea::egress(object, &snapshot.pools));
+    let (pools, unreadable) = (&snapshot.pools, &snapshot.unreadable_pools);
+    let antrea = objects.egresses.iter().map(|object| translate::antrea::egress(object, pools, unreadable));
     for read in cilium.chain(antrea) {
         match read {
             Ok(policy) => {

@@ -73,6 +73,11 @@ pub fn refusals(problems: &[Problem]) -> BTreeMap<PolicyId, String> {
     refusals
 }
 
+/// The value, if there was no problem.
+fn sound<T>((value, problems): (T, Vec<Problem>)) -> Result<T, Vec<Problem>> {
+    if problems.is_empty() { Ok(value) } else { Err(problems) }
+}
+
 /// Collects the problems of one object.
 #[derive(Debug)]
 struct Reader {
@@ -102,11 +107,11 @@ impl Reader {
 
     /// The value, if there was no problem.
     fn finish<T>(self, value: T) -> Result<T, Vec<Problem>> {
-        if self.problems.is_empty() { Ok(value) } else { Err(self.problems) }
+        sound((value, self.problems))
     }
 
-    /// Reads a selector. What is wrong with it is taken literally: no label has one of no values, and each has none of them. So a policy
-    /// that is wrong selects no pod that its author did not mean.
+    /// Reads a selector. Without values, and with an operator that is none, an expression matches nothing. So a policy that is wrong selects no
+    /// pod that its author did not mean.
     fn selector(&mut self, selector: &LabelSelector, field: &str) -> Selector {
         let labels = selector.match_labels.iter().flatten();
         let mut requirements: Vec<(String, Requirement)> =
@@ -129,7 +134,8 @@ impl Reader {
             }
             let requirement = match expression.operator.as_str() {
                 "In" => Requirement::In(values),
-                "NotIn" => Requirement::NotIn(values),
+                "NotIn" if !values.is_empty() => Requirement::NotIn(values),
+                "NotIn" => Requirement::In(values),
                 "Exists" => Requirement::Exists,
                 "DoesNotExist" => Requirement::DoesNotExist,
                 operator => {

@@ -22,7 +22,7 @@ pub fn shown(all: BTreeSet<Trouble>) -> BTreeSet<Trouble> {
         if let Some(last) = troubles.last_mut()
             && more > 0
         {
-            last.message.push_str(&format!(" (and {more} more)"));
+            last.and_more(more);
         }
         troubles
     });
@@ -55,6 +55,7 @@ mod tests {
         assert_eq!(told.len(), SHOWN_OF_KIND);
         let last = told.last().unwrap();
         assert_eq!(last.message, "it does not start (and 490 more)");
+        assert_eq!(last.counted(), ("it does not start", 490));
         assert!(told.iter().filter(|trouble| trouble.message.contains("more")).count() == 1);
     }
 

@@ -21,6 +21,7 @@ use egress_common::{
 use ipnet::IpNet;
 use std::{
     collections::{BTreeMap, BTreeSet},
+    iter::successors,
     net::IpAddr,
 };
 
@@ -47,8 +48,9 @@ impl Refused {
             message,
         };
         let policies = self.policies.iter().map(|(policy, overflow)| {
-            let message =
-                format!("{overflow}: everything that its pods send is dropped; use fewer destinations or gateways");
+            let message = format!(
+                "{overflow}: what its pods send is dropped, also to some destinations of other policies; use fewer destinations or gateways"
+            );
             trouble(policy, message)
         });
         let addresses = self.egress_ips.iter().flat_map(|(address, overflow)| {
@@ -74,9 +76,12 @@ impl Refused {
         ))
     }
 
-    /// Whether everything fits.
-    pub fn is_empty(&self) -> bool {
-        *self == Self::default()
+    /// Whether something is refused here that is not refused there.
+    pub fn has_more_than(&self, other: &Self) -> bool {
+        self.policies.keys().any(|policy| !other.policies.contains_key(policy))
+            || self.egress_ips.keys().any(|address| !other.egress_ips.contains_key(address))
+            || self.pods.keys().any(|pod| !other.pods.contains_key(pod))
+            || self.excepts.keys().any(|net| !other.excepts.contains_key(net))
     }
 }
 
@@ -128,8 +133,9 @@ fn chunks(tables: &Tables) -> BTreeMap<u32, u32> {
     tables.policies.iter().flat_map(|(key, p)| of(p).map(|chunk| (chunk, key.policy))).collect()
 }
 
-/// Removes a policy's slots, and its record if it is that which does not fit, and leads to the policy whatever no other one of its pods
-/// matches, in the families that it steers. What it excludes is dropped as well.
+/// Removes a policy's slots, and its record if it is that which does not fit. Whatever it steers is dropped, with as few entries as
+/// possible: what is around each of its destinations leads to it, the whole family where nothing is. So no other policy sends a packet that
+/// it steers, and the exclusions of no other one let it pass. What it excludes itself is dropped as well.
 fn refuse(view: &mut NodeView, policy: &PolicyId, table: Table) {
     if let Some(view) = view.policies.get_mut(policy) {
         view.slots.clear();
@@ -140,23 +146,21 @@ fn refuse(view: &mut NodeView, policy: &PolicyId, table: Table) {
     for (_, table) in view.classes.iter_mut().filter(|(class, _)| class.contains(policy)) {
         let owners = owners(table.iter().map(|(net, winner)| ((0, *net), winner.as_ref())));
         let owner = |net: &IpNet| owners.get(&(0, *net)).copied().flatten();
-        let its = table.iter().filter(|(net, _)| owner(net) == Some(policy));
-        let families: BTreeSet<bool> = its.map(|(net, _)| net.addr().is_ipv4()).collect();
+        let its: Vec<IpNet> = table.iter().map(|(net, _)| *net).filter(|net| owner(net) == Some(policy)).collect();
         let others = table.iter().filter(|(net, _)| owner(net).is_some_and(|owner| owner != policy));
-        let mut rest: Vec<(IpNet, Option<PolicyId>)> = others.cloned().collect();
-        for v4 in families {
-            let all = if v4 { IpNet::V4(Default::default()) } else { IpNet::V6(Default::default()) };
-            if !rest.iter().any(|(net, _)| *net == all) {
-                rest.push((all, Some(policy.clone())));
-            }
+        let mut rest: BTreeMap<IpNet, Option<PolicyId>> = others.cloned().collect();
+        for net in its {
+            let all = if net.addr().is_ipv4() { IpNet::V4(Default::default()) } else { IpNet::V6(Default::default()) };
+            let around = successors(Some(net), IpNet::supernet).find(|outer| rest.contains_key(outer)).unwrap_or(all);
+            rest.insert(around, Some(policy.clone()));
         }
-        *table = rest;
+        *table = rest.into_iter().collect();
     }
 }
 
 impl Encoder {
     /// [`encode`](Self::encode) of as much of the view as fits; the rest is removed from it. A policy that is refused drops what it
-    /// selects: it keeps no slot, and its destinations, or anything that no other policy of the same pods matches, lead to it.
+    /// steers, and what is around that ([`refuse`]).
     ///
     /// Policies that grow are refused, the largest growth first, since what was there has fitted.
     pub fn fit(&mut self, view: &mut NodeView, present: &Tables) -> Result<(Tables, Refused), Overflow> {
@@ -289,6 +293,10 @@ impl Encoder {
             policies.for_each(|policy| *sums.entry(*policy).or_default() += 1);
             sums
         }
+        // An entry that only passes from one policy to another takes no room: a refused policy has entries of others for a while.
+        fn only<K: Ord>(these: &BTreeMap<K, u32>, those: &BTreeMap<K, u32>) -> BTreeMap<u32, usize> {
+            tally(these.iter().filter(|(key, _)| !those.contains_key(key)).map(|(_, policy)| policy))
+        }
         let most = |of: &BTreeMap<u32, usize>, had: &BTreeMap<u32, usize>| {
             let policies = self.policies.0.iter().filter(|(id, _)| holds_more(id));
             let growth = policies.filter_map(|(id, number)| {
@@ -305,12 +313,9 @@ impl Encoder {
             });
             enough.map(|(_, id)| Blamed::Policy(id.clone())).collect::<Vec<_>>()
         };
-        let growing = most(&tally(wanted.values()), &tally(present.values()));
-        if !growing.is_empty() {
-            return growing;
-        }
-        let new = wanted.iter().filter(|(key, _)| !present.contains_key(key)).map(|(_, policy)| policy);
-        most(&tally(new), &BTreeMap::new())
+        let new = only(wanted, present);
+        let growing = most(&new, &only(present, wanted));
+        if growing.is_empty() { most(&new, &BTreeMap::new()) } else { growing }
     }
 }
 

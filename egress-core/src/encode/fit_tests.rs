@@ -51,6 +51,12 @@ fn routes(first: u32, count: usize) -> NodeView {
     view
 }
 
+impl Refused {
+    fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 struct World {
     encoder: Encoder,
     present: Tables,
@@ -155,6 +161,43 @@ fn what_a_refused_policy_excludes_is_dropped_and_what_others_exclude_is_not() {
         [(wide("0.0.0.0/0"), Some(id(0))), (wide("172.16.0.0/12"), Some(id(1))), (wide("172.16.1.0/24"), None)];
     assert_eq!(rest, expected.into());
     assert_eq!(view.policies[&id(0)].flags, 0, "it does not leave with the node's address");
+}
+
+#[test]
+fn what_a_refused_policy_steers_is_no_other_policys_and_no_others_exclusion_lets_it_pass() {
+    let wide = |text: &str| text.parse::<IpNet>().unwrap();
+    let refused = |table: &[(&str, Option<usize>)]| {
+        let mut view = empty();
+        let table = table.iter().map(|(net, policy)| (wide(net), policy.map(id))).collect();
+        add(&mut view, 0, &[0, 1], table);
+        refuse(&mut view, &id(0), Table::RoutesV4);
+        view.classes.into_values().flatten().map(|(net, policy)| (net.to_string(), policy)).collect::<Vec<_>>()
+    };
+    let is = |net: &str, policy: Option<usize>| (net.to_owned(), policy.map(id));
+    let default = refused(&[("0.0.0.0/0", Some(1)), ("203.0.113.0/24", Some(0))]);
+    assert_eq!(default, [is("0.0.0.0/0", Some(0))]);
+    let excluded = refused(&[("0.0.0.0/0", Some(1)), ("10.0.0.0/8", None), ("10.1.0.0/16", Some(0))]);
+    assert_eq!(excluded, [is("0.0.0.0/0", Some(1)), is("10.0.0.0/8", Some(0))]);
+    let nested = [("10.0.0.0/8", Some(0)), ("10.1.0.0/16", Some(1)), ("10.1.2.0/24", Some(0)), ("10.1.3.0/24", None)];
+    let expected = [is("0.0.0.0/0", Some(0)), is("10.1.0.0/16", Some(0)), is("10.1.3.0/24", None)];
+    assert_eq!(refused(&nested), expected, "the last one is what policy 1 excludes, and policy 0 does not steer");
+    let other_family = refused(&[("0.0.0.0/0", Some(1)), ("::/0", Some(1)), ("2001:db8::/32", Some(0))]);
+    assert_eq!(other_family, [is("0.0.0.0/0", Some(1)), is("::/0", Some(0))]);
+}
+
+#[test]
+fn a_policy_that_is_refused_again_and_again_takes_no_other_with_it() {
+    // Policy 1 steers all that pod 1 sends, and policy 0 fills the table; then policy 2 wants a destination inside of policy 1.
+    let default: IpNet = "0.0.0.0/0".parse().unwrap();
+    let mut view = routes(0, limits::MAX_ROUTES - 1);
+    add(&mut view, 1, &[1, 2], vec![(default, Some(id(1)))]);
+    let mut world = World::new();
+    assert!(world.write(&view).is_empty());
+    add(&mut view, 1, &[1, 2], vec![(default, Some(id(1))), (net(1), Some(id(2)))]);
+    for _ in 0..3 {
+        assert_eq!(world.write(&view).policies.into_keys().collect::<Vec<_>>(), [id(2)]);
+        assert!(world.drops(1, net(1)));
+    }
 }
 
 #[test]

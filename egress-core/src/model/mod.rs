@@ -24,8 +24,8 @@ pub use family::Family;
 pub use id::{EndpointId, IdError, NodeName, PolicyId, PolicyKind, PoolId, PoolKind};
 pub use node::{Demand, InterfaceAddress, Node, NodeReport, Trouble, TroubleKind};
 pub use policy::{
-    AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
-    PoolRequest, Source, Version, ZoneMode,
+    AddressSource, Bandwidth, DEFAULT_FAILBACK_DELAY, Distribution, EndpointSelector, Existing, Gateway, NodeChoice,
+    OnNoGateway, Policy, PoolRequest, Source, Version, ZoneMode,
 };
 pub use pool::{
     Announce, DEFAULT_CARRIERS, Failback, MAX_CARRIERS, NetworkAttachment, Outbound, Pool, Quota, SubnetInfo,
@@ -44,8 +44,9 @@ pub struct Snapshot {
     pub policies: BTreeMap<PolicyId, Policy>,
     /// Pools of every kind that could be understood.
     pub pools: BTreeMap<PoolId, Pool>,
-    /// Pools that exist and could not be understood. What policies have of them stays as it is.
-    pub unreadable_pools: BTreeSet<PoolId>,
+    /// Pools that exist and could not be understood. What policies have of them stays as it is. Each without what is wrong with it; none
+    /// if that is its nodeSelector.
+    pub unreadable_pools: BTreeMap<PoolId, Option<Pool>>,
     /// All nodes of the cluster.
     pub nodes: BTreeMap<NodeName, Node>,
     /// Labels of each namespace. A namespace that is missing here has no labels.
@@ -76,6 +77,11 @@ pub struct CniNetworks {
 }
 
 impl Snapshot {
+    /// A pool as far as it says which nodes own its addresses, and how many, also if something else in it could not be understood.
+    pub fn placement(&self, pool: &PoolId) -> Option<&Pool> {
+        self.pools.get(pool).or_else(|| self.unreadable_pools.get(pool)?.as_ref())
+    }
+
     /// What the agent of a node reports, if the node is there and it has reported anything.
     pub fn report(&self, node: &NodeName) -> Option<&NodeReport> {
         self.nodes.get(node)?.report.as_ref()

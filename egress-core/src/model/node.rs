@@ -65,6 +65,20 @@ pub struct Trouble {
     pub message: String,
 }
 
+impl Trouble {
+    /// Adds to the message how many more troubles of the kind the node has, which it does not report one by one.
+    pub fn and_more(&mut self, more: usize) {
+        self.message.push_str(&format!(" (and {more} more)"));
+    }
+
+    /// The message without that, and how many more there are. It is in the message so that older agents and controllers, whose objects
+    /// have no field for it, tell it as well.
+    pub fn counted(&self) -> (&str, usize) {
+        let end = self.message.strip_suffix(" more)").and_then(|rest| rest.rsplit_once(" (and "));
+        end.and_then(|(message, more)| Some((message, more.parse().ok()?))).unwrap_or((&self.message, 0))
+    }
+}
+
 /// What a node cannot do for a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TroubleKind {

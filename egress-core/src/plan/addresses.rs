@@ -66,7 +66,8 @@ fn node_index(snapshot: &Snapshot) -> LabelIndex<'_> {
         Source::Gateways(gateways) => gateways.iter().map(|g| &g.nodes).collect(),
         Source::Pools(_) => Vec::new(),
     });
-    let keys = mentioned_keys(of_policies.chain(snapshot.pools.values().map(|pool| &pool.nodes)));
+    let pools = snapshot.pools.values().chain(snapshot.unreadable_pools.values().flatten());
+    let keys = mentioned_keys(of_policies.chain(pools.map(|pool| &pool.nodes)));
     LabelIndex::new(snapshot.nodes.values().map(|node| &node.labels), &keys)
 }
 
@@ -155,9 +156,9 @@ impl<'a> Nodes<'a, '_> {
         }
     }
 
-    /// A policy's claim on an address out of a pool. If nothing is known of the pool, neither is its selector: the carriers remain.
+    /// A policy's claim on an address out of a pool. If its selector is not known, the carriers remain.
     fn out_of_pool(&self, policy: &'a Policy, weight: u32, address: IpAddr, pool: Option<&'a PoolId>) -> Claim<'a> {
-        let known = pool.and_then(|id| self.snapshot.pools.get(id));
+        let known = pool.and_then(|id| self.snapshot.placement(id));
         let before = self.previous.egress_ips.get(&address).filter(|_| known.is_none());
         let place = |name: &NodeName| self.names.binary_search(&name).ok().map(|place| place as u32);
         let nodes = before.into_iter().flat_map(EgressIpPlan::order).filter_map(place).collect();

@@ -61,7 +61,7 @@ pub fn settle<'a>(
     // An address that only a node itself claims comes after what people write.
     claims.sort_by_key(|claim| !claim.nodes.is_empty() && !proven);
     let failback_of = |pool: Option<&PoolId>| {
-        let pool = pool.and_then(|id| nodes.snapshot.pools.get(id));
+        let pool = pool.and_then(|id| nodes.snapshot.placement(id));
         pool.map_or_else(Failback::default, |pool| pool.failback)
     };
     let mut usable: Vec<(Claim, usize)> = Vec::new();
@@ -106,6 +106,12 @@ pub fn settle<'a>(
     }
     for (claim, none_selected) in unusable {
         let (reason, message) = match none_selected {
+            true if claim.selectors.is_empty() => (
+                Reason::NoGateway,
+                format!(
+                    "none of the gateways of {address} is left, and its pool does not say which nodes may be: correct or create it"
+                ),
+            ),
             true => (
                 Reason::NoGateway,
                 format!("the nodeSelector for {address} selects no node: correct it or label nodes"),

@@ -35,7 +35,7 @@ fn drains(snapshot: &Snapshot, address: IpAddr, ip: &EgressIpPlan) -> bool {
     let Some(pool) = &ip.pool else { return false };
     let taken_out = match snapshot.pools.get(pool) {
         Some(pool) => !pool.contains(address),
-        None => ip.draining || !snapshot.unreadable_pools.contains(pool),
+        None => ip.draining || !snapshot.unreadable_pools.contains_key(pool),
     };
     let wanted = |user: &PolicyId| match snapshot.policies.get(user) {
         Some(policy) => ip.draining || asks(policy, pool),
@@ -66,7 +66,7 @@ pub fn note(
         }
     }
     for (pool, addresses) in of_pool {
-        let kept = snapshot.pools.contains_key(pool) || snapshot.unreadable_pools.contains(pool);
+        let kept = snapshot.pools.contains_key(pool) || snapshot.unreadable_pools.contains_key(pool);
         let seconds = snapshot.drain_timeout.as_secs();
         let why = if kept { "no longer in the ranges of" } else { "of the deleted" };
         let remedy = if kept { "put it back into ipRanges" } else { "create the pool again" };

@@ -170,7 +170,7 @@ impl<'a> Cluster<'a> {
             places,
             gateways,
             policies: snapshot.policies.keys().zip(0..).collect(),
-            pools: snapshot.pools.keys().zip(0..).collect(),
+            pools: snapshot.pools.keys().chain(snapshot.unreadable_pools.keys()).zip(0..).collect(),
             sources,
         }
     }
@@ -215,7 +215,14 @@ impl<'a> Cluster<'a> {
                         let reason = if healthy { OwnerReason::Preferred } else { OwnerReason::OwnerUnhealthy };
                         (Decision { owner: Some(*node), preferred: Some(*node), reason }, vec![*node])
                     }
-                    (None, Some(decided)) => decided,
+                    (None, Some((decision, order))) => {
+                        let unknown = wanted.pool.is_some_and(|pool| self.snapshot.placement(pool).is_none());
+                        let reason = match decision.reason {
+                            OwnerReason::NoGatewaySelected if unknown => OwnerReason::SelectorUnknown,
+                            reason => reason,
+                        };
+                        (Decision { reason, ..decision }, order)
+                    }
                     (None, None) => {
                         (Decision { owner: None, preferred: None, reason: OwnerReason::AddressElsewhere }, Vec::new())
                     }
@@ -281,7 +288,7 @@ impl<'a> Cluster<'a> {
             let place = |name: &NodeName| self.places.get(name).copied();
             let first = &wanted.users[0].0.id;
             let n = nth.entry(first).or_default();
-            let pool = wanted.pool.and_then(|pool| self.snapshot.pools.get(pool));
+            let pool = wanted.pool.and_then(|pool| self.snapshot.placement(pool));
             floating.push(Floating {
                 address: *address,
                 candidates: candidates.get(wanted.candidates),
@@ -296,7 +303,7 @@ impl<'a> Cluster<'a> {
                 preferred: before.and_then(|plan| plan.preferred.as_ref()).and_then(place),
                 count: match pool {
                     Some(pool) => pool.carriers,
-                    None if wanted.pool.is_some() => MAX_CARRIERS, // Nothing is known of the pool: all that carried it go on.
+                    None if wanted.pool.is_some() => MAX_CARRIERS, // Its selector is not known: all that carried it go on.
                     None => DEFAULT_CARRIERS,
                 },
                 carriers: before.iter().flat_map(|plan| &plan.carriers).filter_map(place).collect(),

@@ -73,10 +73,11 @@ impl Problems {
     pub fn troubled(&mut self, policy: &PolicyId, troubles: &[(&NodeName, &Trouble)]) {
         for kind in TroubleKind::ALL {
             let mut of_kind = troubles.iter().filter(|(_, trouble)| trouble.kind == kind);
+            let unreported: usize = of_kind.clone().map(|(_, trouble)| trouble.counted().1).sum();
             let Some((node, first)) = of_kind.next() else { continue };
             let about =
                 first.pod.as_ref().map(|pod| format!("pod {}/{}: ", pod.namespace, pod.name)).unwrap_or_default();
-            let more = match of_kind.count() {
+            let more = match of_kind.count() + unreported {
                 0 => String::new(),
                 more => format!(" (and {more} more)"),
             };
@@ -85,7 +86,7 @@ impl Problems {
                 TroubleKind::PodWithoutInterface => Reason::PodWithoutInterface,
                 TroubleKind::PodNotStarted => Reason::PodNotStarted,
             };
-            let message = format!("on node {node}: {about}{}{more}", first.message);
+            let message = format!("on node {node}: {about}{}{more}", first.counted().0);
             self.add(policy, ConditionKind::Degraded, reason, message);
         }
     }
@@ -145,6 +146,12 @@ fn slot_problem(slot: &Slot) -> Option<(Reason, String)> {
         OwnerReason::NoGatewaySelected => (
             Reason::NoGateway,
             format!("{address} has no gateway, because the nodeSelector selects no node: correct it or label nodes"),
+        ),
+        OwnerReason::SelectorUnknown => (
+            Reason::NoGateway,
+            format!(
+                "{address} has no gateway, because none that it had is left and its pool does not say which nodes may be: correct or create it"
+            ),
         ),
         OwnerReason::NoGatewayReady => (
             Reason::NoGateway,
@@ -215,4 +222,37 @@ pub fn slots(
             draining: plan.draining,
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agent::troubles::shown;
+    use crate::model::PolicyKind;
+
+    #[test]
+    fn a_condition_counts_the_pods_that_a_node_does_not_report_one_by_one() {
+        let web = PolicyId::new(PolicyKind::Native, "web");
+        let trouble = |pod: usize| Trouble {
+            policy: web.clone(),
+            kind: TroubleKind::PodNotStarted,
+            pod: Some(EndpointId::new("shop", &format!("pod-{pod:04}"), "uid")),
+            message: "it does not start".into(),
+        };
+        let (many, two) = (shown((0..500).map(trouble).collect()), shown((500..502).map(trouble).collect()));
+        let (a, b) = ("a".into(), "b".into());
+        let told = |troubles: &[(&NodeName, &Trouble)]| {
+            let mut problems = Problems::default();
+            problems.troubled(&web, troubles);
+            problems.0.into_values().flatten().map(|problem| problem.message).collect::<Vec<_>>()
+        };
+        let of_many: Vec<_> = many.iter().map(|trouble| (&a, trouble)).collect();
+        assert_eq!(told(&of_many), ["on node a: pod shop/pod-0000: it does not start (and 499 more)"]);
+        let all: Vec<_> = of_many.into_iter().chain(two.iter().map(|trouble| (&b, trouble))).collect();
+        assert_eq!(told(&all), ["on node a: pod shop/pod-0000: it does not start (and 501 more)"]);
+        // Of very many policies, a node reports one pod each.
+        let mut one = trouble(0);
+        one.and_more(499);
+        assert_eq!(told(&[(&a, &one)]), ["on node a: pod shop/pod-0000: it does not start (and 499 more)"]);
+    }
 }

@@ -196,7 +196,7 @@ fn requests<'a>(
     let mut requests = Vec::new();
     for PoolRequest { pool: id, count, ips } in asked {
         let Some(pool) = quotas.snapshot.pools.get(id) else {
-            if quotas.snapshot.unreadable_pools.contains(id) {
+            if quotas.snapshot.unreadable_pools.contains_key(id) {
                 let message = format!(
                     "pool {id} is invalid: the policy keeps the addresses that it has, and gets no others; the pool's condition Ready says \
                      what to correct"

@@ -19,6 +19,8 @@ pub enum OwnerReason {
     OwnerUnhealthy,
     /// No node matches the node selectors.
     NoGatewaySelected,
+    /// Its pool is gone or its nodeSelector is not understood, and no gateway that it had is left.
+    SelectorUnknown,
     /// Nodes match the node selectors, but none of them is ready with a fresh lease.
     NoGatewayReady,
     /// Every eligible gateway owns as many egress IPs as it may.
@@ -35,6 +37,7 @@ impl OwnerReason {
             OwnerReason::Failover => "Failover",
             OwnerReason::OwnerUnhealthy => "OwnerUnhealthy",
             OwnerReason::NoGatewaySelected => "NoGatewaySelected",
+            OwnerReason::SelectorUnknown => "SelectorUnknown",
             OwnerReason::NoGatewayReady => "NoGatewayReady",
             OwnerReason::AtCapacity => "AtCapacity",
             OwnerReason::AddressElsewhere => "AddressElsewhere",

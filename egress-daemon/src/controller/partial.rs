@@ -187,7 +187,7 @@ fn policies(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTr
     let own = alike(store, since, translate::policy, known)?;
     let namespaced = alike(store, since, translate::namespaced_policy, known)?;
     let cilium = alike(store, since, translate::cilium::policy, known)?;
-    let read = |object: &Egress| translate::antrea::egress(object, &snapshot.pools);
+    let read = |object: &Egress| translate::antrea::egress(object, &snapshot.pools, &snapshot.unreadable_pools);
     let antrea = alike(store, since, read, known)?;
     let mut policies = BTreeSet::new();
     policies.extend(ids(PolicyKind::Native, &own));

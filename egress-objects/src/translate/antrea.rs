@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use super::policy::{ADDRESS, bandwidth};
 use super::pool::{ranges, subnet};
-use super::{Problem, Reader};
+use super::{Problem, Reader, sound};
 use crate::api;
 use egress_core::model::{
     AddressSource, Announce, DEFAULT_CARRIERS, Distribution, EndpointSelector, Existing, Failback, Family, Gateway,
@@ -21,11 +21,15 @@ pub const EGRESS: &str = "Egress";
 pub const POOL: &str = "ExternalIPPool";
 
 /// The policy of an Egress, or everything that is wrong with it. `pools` determines the families of its addresses, and
-/// which of its pools an address is from.
-pub fn egress(object: &api::Egress, pools: &BTreeMap<PoolId, Pool>) -> Result<Policy, Vec<Problem>> {
+/// which of its pools an address is from. One that is in no known range is of a pool that is `unreadable`, if it names one.
+pub fn egress(
+    object: &api::Egress,
+    pools: &BTreeMap<PoolId, Pool>,
+    unreadable: &BTreeMap<PoolId, Option<Pool>>,
+) -> Result<Policy, Vec<Problem>> {
     let mut reader = Reader::new(EGRESS, &object.metadata);
     let (metadata, spec) = (&object.metadata, &object.spec);
-    let source = source(&mut reader, spec, pools);
+    let source = source(&mut reader, spec, pools, unreadable);
     let policy = Policy {
         id: PolicyId::new(PolicyKind::Antrea, &reader.name),
         uid: metadata.uid.clone().unwrap_or_default(),
@@ -47,6 +51,11 @@ pub fn egress(object: &api::Egress, pools: &BTreeMap<PoolId, Pool>) -> Result<Po
 
 /// The pool of an ExternalIPPool, or everything that is wrong with it.
 pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
+    sound(read_pool(object))
+}
+
+/// The pool of an ExternalIPPool as if nothing that is wrong with it were written, and everything that is wrong with it.
+pub fn read_pool(object: &api::ExternalIPPool) -> (Pool, Vec<Problem>) {
     let mut reader = Reader::new(POOL, &object.metadata);
     let spec = &object.spec;
     let pool = Pool {
@@ -62,7 +71,7 @@ pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
         allowed: None,
         quotas: Vec::new(),
     };
-    reader.finish(pool)
+    (pool, reader.problems)
 }
 
 /// Without any selector it selects no pod.
@@ -76,7 +85,12 @@ fn selectors(reader: &mut Reader, applied_to: &api::AppliedTo) -> Vec<EndpointSe
     given.then_some(EndpointSelector { pod, namespace, node: None }).into_iter().collect()
 }
 
-fn source(reader: &mut Reader, spec: &api::EgressSpec, pools: &BTreeMap<PoolId, Pool>) -> Source {
+fn source(
+    reader: &mut Reader,
+    spec: &api::EgressSpec,
+    pools: &BTreeMap<PoolId, Pool>,
+    unreadable: &BTreeMap<PoolId, Option<Pool>>,
+) -> Source {
     let ips = list(reader, &spec.egress_ip, &spec.egress_ips, ["spec.egressIP", "spec.egressIPs"]);
     let names =
         list(reader, &spec.external_ip_pool, &spec.external_ip_pools, ["spec.externalIPPool", "spec.externalIPPools"]);
@@ -107,7 +121,11 @@ fn source(reader: &mut Reader, spec: &api::EgressSpec, pools: &BTreeMap<PoolId, 
         names.iter().for_each(|id| request(id, None));
     }
     for ip in ips {
-        let id = names.iter().find(|id| pools.get(id).is_some_and(|pool| pool.contains(ip)));
+        let has = |id: &&PoolId| {
+            let known = pools.get(id).or_else(|| unreadable.get(id)?.as_ref());
+            known.is_some_and(|pool| pool.contains(ip))
+        };
+        let id = names.iter().find(has).or_else(|| names.iter().find(|id| unreadable.contains_key(id)));
         request(id.unwrap_or(first), Some(ip));
     }
     Source::Pools(requests.into_values().collect())

@@ -31,7 +31,7 @@ fn pools(ranges: &[(&str, &[&str])]) -> BTreeMap<PoolId, Pool> {
 }
 
 fn egress(spec: Value, pools: &BTreeMap<PoolId, Pool>) -> Result<Policy, Vec<Problem>> {
-    antrea::egress(&object::<api::Egress>("crd.antrea.io/v1beta1", "Egress", spec), pools)
+    antrea::egress(&object::<api::Egress>("crd.antrea.io/v1beta1", "Egress", spec), pools, &BTreeMap::new())
 }
 
 #[test]
@@ -140,6 +140,22 @@ fn an_egress_takes_its_addresses_from_nodes_pools_or_both() {
     }
     assert_eq!(pools[&PoolId::new(PoolKind::Antrea, "a")].total(), 14);
     assert_eq!(pools[&PoolId::new(PoolKind::Antrea, "none")].total(), 0);
+}
+
+#[test]
+fn an_address_that_no_known_range_has_is_of_a_pool_that_cannot_be_understood() {
+    let readable = pools(&[("a", &["192.0.2.0/28"])]);
+    let known = pools(&[("c", &["203.0.113.0/28"])]).into_iter().map(|(id, pool)| (id, Some(pool)));
+    let unreadable = known.chain([(PoolId::new(PoolKind::Antrea, "b"), None)]).collect();
+    let pool_of = |address: &str| {
+        let spec = json!({"appliedTo": {"podSelector": {}}, "externalIPPools": ["a", "b", "c"], "egressIP": address});
+        let object = object::<api::Egress>("crd.antrea.io/v1beta1", "Egress", spec);
+        let Source::Pools(requests) = antrea::egress(&object, &readable, &unreadable).unwrap().source else { panic!() };
+        requests.into_iter().map(|request| request.pool.name.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(pool_of("192.0.2.3"), ["a"]);
+    assert_eq!(pool_of("203.0.113.3"), ["c"], "its other fields may be what is wrong");
+    assert_eq!(pool_of("198.51.100.3"), ["b"]);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use ipnet::IpNet;
 
 use super::scalar::quantity;
-use super::{NAMESPACE_NAME, Problem, Reader};
+use super::{NAMESPACE_NAME, Problem, Reader, sound};
 use crate::api;
 use egress_core::model::{
     AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
@@ -55,17 +55,15 @@ pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
     sound(read_namespaced(object))
 }
 
-fn sound((policy, problems): (Policy, Vec<Problem>)) -> Result<Policy, Vec<Problem>> {
-    if problems.is_empty() { Ok(policy) } else { Err(problems) }
-}
-
 /// The policy that is in force in place of one with these problems: it has no egress IP and drops, so that packets that it is meant for
-/// do not leave with a node's address.
-fn in_force(policy: Policy, problems: Vec<Problem>) -> (Policy, Vec<Problem>) {
-    let policy = match problems.is_empty() {
-        true => policy,
-        false => Policy { source: Source::Pools(Vec::new()), on_no_gateway: OnNoGateway::Drop, ..policy },
-    };
+/// do not leave with a node's address. Those are all if one of its destinations is not understood.
+fn in_force(mut policy: Policy, problems: Vec<Problem>) -> (Policy, Vec<Problem>) {
+    if !problems.is_empty() {
+        (policy.source, policy.on_no_gateway) = (Source::Pools(Vec::new()), OnNoGateway::Drop);
+    }
+    if problems.iter().any(|problem| problem.field.starts_with("spec.destinationCIDRs[")) {
+        policy.destinations = vec![IpNet::V4(Default::default()), IpNet::V6(Default::default())];
+    }
     (policy, problems)
 }
 

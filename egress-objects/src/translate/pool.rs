@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use super::scalar::duration;
-use super::{Problem, Reader};
+use super::{Problem, Reader, sound};
 use crate::api;
 use egress_core::model::{
-    Announce, DEFAULT_CARRIERS, Failback, IpRange, MAX_CARRIERS, Outbound, Pool, PoolId, PoolKind, Quota, SubnetInfo,
+    Announce, DEFAULT_CARRIERS, DEFAULT_FAILBACK_DELAY, Failback, IpRange, MAX_CARRIERS, Outbound, Pool, PoolId,
+    PoolKind, Quota, SubnetInfo,
 };
 
 /// The kind, as problems name it.
@@ -14,6 +15,16 @@ pub const KIND: &str = "EgressIPPool";
 
 /// The pool of an object, or everything that is wrong with it.
 pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
+    sound(read(object))
+}
+
+/// What is known of a pool that has these problems: `None` if one is in its nodeSelector.
+pub fn known(pool: Pool, problems: &[Problem]) -> Option<Pool> {
+    (!problems.iter().any(|problem| problem.field.starts_with("spec.nodeSelector"))).then_some(pool)
+}
+
+/// The pool of an object as if nothing that is wrong with it were written, and everything that is wrong with it.
+pub fn read(object: &api::EgressIPPool) -> (Pool, Vec<Problem>) {
     let mut reader = Reader::new(KIND, &object.metadata);
     let spec = &object.spec;
     let limit = spec.max_egress_ips_per_node.map(|limit| u32::try_from(limit).ok().filter(|l| (1..=255).contains(l)));
@@ -58,7 +69,7 @@ pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
         allowed: spec.allowed_namespaces.as_ref().map(|allowed| reader.selector(allowed, "spec.allowedNamespaces")),
         quotas: quotas(&mut reader, &spec.quotas),
     };
-    reader.finish(pool)
+    (pool, reader.problems)
 }
 
 impl From<api::Announce> for Announce {
@@ -103,7 +114,7 @@ fn delay(reader: &mut Reader, text: &str) -> Duration {
     duration(text).unwrap_or_else(|| {
         let message = format!("{text:?} is not a duration");
         reader.problem("spec.failback.delay", message, "write a whole number and a unit (ms, s, m or h), such as 10s");
-        Duration::ZERO
+        DEFAULT_FAILBACK_DELAY
     })
 }
 

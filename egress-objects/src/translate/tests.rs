@@ -89,15 +89,16 @@ fn a_policy_that_cannot_be_understood_drops_packets_of_the_pods_that_it_is_known
     let web = json!({"podSelector": {"matchLabels": {"app": "web"}}});
     let nothing = json!({"podSelector": {"matchExpressions": [{"key": "app", "operator": "In", "values": []}]}});
     let unknown = json!({"podSelector": {"matchExpressions": [{"key": "app", "operator": "Is", "values": ["a"]}]}});
+    let not_nothing = json!({"podSelector": {"matchExpressions": [{"key": "app", "operator": "NotIn", "values": []}]}});
     let spec = json!({
-        "selectors": [web, nothing, unknown, {"nodeSelector": {}}],
+        "selectors": [web, nothing, unknown, not_nothing, {"nodeSelector": {}}],
         "destinationCIDRs": ["0.0.0.0/0"],
         "egressIPPools": [{"name": "public"}],
         "onNoGateway": "NodeIP",
         "bandwidth": {"rate": "100u"},
     });
     let (policy, problems) = read(&object("EgressGatewayPolicy", spec.clone()));
-    assert_eq!(problems.len(), 4, "{problems:?}");
+    assert_eq!(problems.len(), 5, "{problems:?}");
     assert_eq!((&policy.source, policy.on_no_gateway), (&Source::Pools(Vec::new()), OnNoGateway::Drop));
     assert_eq!(policy.destinations.len(), 1);
     let labels = |app: &str| [("app".to_owned(), app.to_owned())].into();
@@ -111,6 +112,20 @@ fn a_policy_that_cannot_be_understood_drops_packets_of_the_pods_that_it_is_known
     assert_eq!(problems.len(), 1, "{problems:?}");
     assert_eq!((policy.source, policy.on_no_gateway), (Source::Pools(Vec::new()), OnNoGateway::Drop));
     assert_eq!(namespaced_policy(&object), Err(problems));
+}
+
+#[test]
+fn a_policy_with_a_destination_that_cannot_be_understood_drops_all_but_what_it_excludes() {
+    let spec = json!({
+        "selectors": [{"podSelector": {}}],
+        "destinationCIDRs": ["203.0.113.0/24", "198.51.100.0/33"],
+        "excludedCIDRs": ["10.0.0.0/8"],
+        "egressIPPools": [{"name": "public"}],
+    });
+    let all = ["0.0.0.0/0", "::/0"].map(|net| net.parse().unwrap());
+    let (policy, problems) = read(&object("EgressGatewayPolicy", spec.clone()));
+    assert_eq!((policy.destinations, policy.excluded.len(), problems.len()), (all.to_vec(), 1, 1));
+    assert_eq!(read_namespaced(&object("EgressPolicy", spec)).0.destinations, all);
 }
 
 #[test]

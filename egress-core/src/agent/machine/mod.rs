@@ -31,7 +31,7 @@ use super::{
     view::Decided,
 };
 use crate::{
-    encode::EndpointView,
+    encode::{EndpointView, fit::Refused},
     health::terms,
     model::{Demand, EndpointId, NodeName, Trouble},
     network::{EgressLink, classify::InterfaceRules, links::LinkTable},
@@ -115,8 +115,8 @@ pub struct Machine {
     flags: u32,
     /// The egress IPs that were advertised last.
     advertised: Option<BTreeSet<IpAddr>>,
-    /// Nothing was left out of the tables.
-    everything_fits: bool,
+    /// What was left out of the tables the last time.
+    refused: Refused,
     effective: Effective,
     endpoints: BTreeMap<EndpointId, EndpointView>,
     late: Late,
@@ -161,7 +161,7 @@ impl Machine {
             shaper: None,
             flags: left.flags,
             advertised: None,
-            everything_fits: true,
+            refused: Refused::default(),
             effective: Effective::recover(left.policies),
             endpoints: left.endpoints,
             late: Late::default(),

@@ -255,8 +255,8 @@ impl Machine {
         outcome.troubles.extend(refused.troubles(&self.facts.objects.plan.egress_ips));
         outcome.errors.extend(refused.errors());
         // What was removed has made room, perhaps.
-        let before = std::mem::replace(&mut self.everything_fits, refused.is_empty());
-        self.dirty |= before && !self.everything_fits;
+        self.dirty |= refused.has_more_than(&self.refused);
+        self.refused.clone_from(refused);
         outcome.programmed.written(&self.facts.objects.snapshot.policies, &view.policies, now);
         outcome.leases = self.facts.leases().max(outcome.leases);
         outcome.carries = self.decided.carriers.carried().clone();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::health::Health;
 use crate::model::*;
-use crate::plan::{BlockState, Changes, ConditionKind, Plan, Reason, plan, plan_and_remember};
+use crate::plan::{BlockState, Changes, ConditionKind, OwnerReason, Plan, Reason, plan, plan_and_remember};
 use crate::testing::world::*;
 
 const FIRST: fn() -> IpAddr = || v4(0, 0, 1);
@@ -116,9 +116,9 @@ fn pool_gone_the_addresses_of_a_deleted_pool_drain_where_they_are() {
     assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
 }
 
-/// The pool can no longer be read, as after an upgrade that understands it differently.
+/// The pool can no longer be read, as after an upgrade that understands it differently; nor can its nodeSelector.
 fn garble(snapshot: &mut Snapshot) {
-    snapshot.unreadable_pools = std::mem::take(&mut snapshot.pools).into_keys().collect();
+    snapshot.unreadable_pools = std::mem::take(&mut snapshot.pools).into_keys().map(|pool| (pool, None)).collect();
 }
 
 #[test]
@@ -156,6 +156,20 @@ fn the_addresses_of_an_unreadable_pool_stay_as_they_are_and_it_gives_no_others()
     snapshot.unreadable_pools.clear();
     let repaired = plan(&snapshot, &health, &after);
     assert!(before.egress_ips.iter().all(|(address, old)| repaired.egress_ips[address].owner == old.owner));
+}
+
+#[test]
+fn an_address_of_a_pool_whose_selector_is_unknown_does_not_blame_the_selector() {
+    let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
+    garble(&mut snapshot);
+    snapshot.nodes.retain(|name, _| name.as_str() == "w0");
+    let after = plan(&snapshot, &health, &before);
+    assert_eq!(
+        (&after.egress_ips[&FIRST()].owner, after.egress_ips[&FIRST()].reason),
+        (&None, OwnerReason::SelectorUnknown)
+    );
+    let message = condition(&after, ConditionKind::Degraded).2;
+    assert!(message.contains("10.0.0.1 has no gateway, because none that it had is left and its pool"), "{message}");
 }
 
 #[test]

@@ -26,7 +26,8 @@ pub(super) struct Cache {
 struct CacheState {
     view: StoreView,
     kinds: BTreeMap<Kind, Progress>,
-    /// Objects that cannot be understood. Their last good version is in force.
+    /// Objects that cannot be understood. Their last good version is in force; where we write the status, with the version and the status of
+    /// what is not understood.
     problems: BTreeMap<ObjectRef, StoreProblem>,
     /// When the last successful renewal of each of our own leases was sent.
     renewed: BTreeMap<Key, Instant>,
@@ -316,6 +317,7 @@ impl CacheState {
         }
         let version = trim(kind, &mut object);
         let target = ObjectRef { kind, key };
+        let status = kind.has_our_status().then(|| object.get("status").cloned().unwrap_or_default());
         match kind.decode(object) {
             Ok(object) => {
                 let mended = self.problems.remove(&target).is_some();
@@ -330,9 +332,23 @@ impl CacheState {
                     message: format!("it is not understood: {error}"),
                     remedy: "install CustomResourceDefinitions and programs of the same version".to_owned(),
                 };
-                self.problems.insert(target, problem.clone()) != Some(problem)
+                let told = self.problems.insert(target.clone(), problem.clone()) != Some(problem);
+                let item = status.and_then(|status| self.with_status(&target, version, status));
+                item.is_some_and(|item| self.view.set(kind, target.key, Some(item))) || told
             }
         }
+    }
+
+    /// The present object with the version and the status of a newer one. A write of its status would meet a conflict otherwise, and its
+    /// author would not be told what is wrong. A status that is not understood either is to be written anew.
+    fn with_status(&self, target: &ObjectRef, version: String, status: Value) -> Option<Item> {
+        let mut value = target.kind.encode(&self.view.get(target.kind, &target.key)?)?;
+        value["metadata"]["resourceVersion"] = version.clone().into();
+        let object = [status, Value::Null].into_iter().find_map(|status| {
+            value["status"] = status;
+            target.kind.decode(value.clone()).ok()
+        });
+        Some(Item { version, object: object? })
     }
 
     /// Removes an object if its version is old enough; returns whether that made a difference.

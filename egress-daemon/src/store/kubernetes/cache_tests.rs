@@ -1,6 +1,7 @@
 //! Notices, lists and answers in orders that a busy API server makes of them.
 
 use super::*;
+use egress_objects::api::EgressIPPool;
 use serde_json::json;
 
 fn ip(name: &str, uid: &str, version: u64) -> Value {
@@ -161,6 +162,31 @@ fn an_object_that_is_not_understood_spoils_nothing_and_its_last_good_version_sta
     assert!(problems.len() == 1 && problems[0].starts_with("EgressIP a: it is not understood"), "{problems:?}");
     cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 7)));
     assert!(is(&cache, &[("a", "7"), ("b", "5")]) && cache.problems().is_empty());
+}
+
+/// The controller writes there what is wrong.
+#[test]
+fn the_status_of_a_pool_that_is_not_understood_can_be_written() {
+    let cache = Cache::default();
+    let pool = |version: u64, nodes: Value, status: Value| {
+        json!({"apiVersion": "spillway.io/v1beta1", "kind": "EgressIPPool",
+            "metadata": {"name": "p", "uid": "1", "generation": version, "resourceVersion": version.to_string()},
+            "spec": {"ipRanges": [{"cidr": "192.0.2.0/28"}], "nodeSelector": nodes}, "status": status})
+    };
+    let used = |used: u64| json!({"usage": {"total": 14, "used": used}});
+    let present = || cache.get(Kind::EgressIPPool, &Key::cluster("p")).unwrap().downcast::<EgressIPPool>().unwrap();
+    cache.notice(Kind::EgressIPPool, Event::Apply(pool(5, json!({}), used(1))));
+    let before = present();
+    for (version, status, told) in [(6, used(2), Some(2)), (7, json!({"usage": "many"}), None)] {
+        cache.notice(Kind::EgressIPPool, Event::Apply(pool(version, json!("all"), status)));
+        let now = present();
+        assert_eq!(now.metadata.resource_version, Some(version.to_string()), "a write of it meets no conflict");
+        assert_eq!(now.status.as_ref().map(|status| status.usage.used), told);
+        assert_eq!((&now.spec, now.metadata.generation), (&before.spec, Some(5)), "the last good version is in force");
+        assert_eq!(cache.problems().len(), 1);
+    }
+    cache.notice(Kind::EgressIPPool, Event::Apply(pool(8, json!({}), used(3))));
+    assert!(cache.problems().is_empty());
 }
 
 #[test]

@@ -129,6 +129,9 @@ impl<'a> ConditionWriter<'a> {
                 format!("gateway {owner} is not healthy and no other is eligible: repair it, or let another node be selected")
             }
             OwnerReason::NoGatewaySelected => "no node is selected: correct the nodeSelector or label nodes".into(),
+            OwnerReason::SelectorUnknown => {
+                "no gateway that it had is left, and its pool does not say which nodes may be: correct or create it".into()
+            }
             OwnerReason::NoGatewayReady => {
                 "no selected node is ready with an agent that renews its lease: check these nodes".into()
             }

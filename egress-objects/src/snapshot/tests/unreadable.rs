@@ -39,3 +39,28 @@ fn a_pool_that_cannot_be_understood_keeps_what_is_in_use_and_says_why() {
     assert_eq!(condition(&objects, "Ready").0, "True");
     assert_eq!(condition(&objects, "Degraded").1, "Invalid");
 }
+
+#[test]
+fn a_gateway_that_was_away_carries_the_addresses_of_a_pool_that_cannot_be_understood_again() {
+    let mut objects = objects();
+    round(&mut objects, &health(), 100);
+    let spec = &mut Arc::make_mut(&mut objects.pools[0]).spec;
+    spec.ip_ranges[1] = serde_json::from_value(json!({"start": "2001:db8::1f", "end": "2001:db8::10"})).unwrap();
+    let mut away = health();
+    away.nodes.insert("gw1".into(), NodeHealth { lease: LeaseState::Lapsed, gone: false });
+    let carried_by = |plan: &Plan, gateway: &str| {
+        plan.egress_ips.values().filter(|ip| ip.carriers.iter().any(|carrier| carrier.as_str() == gateway)).count()
+    };
+    let without = round(&mut objects, &away, 200);
+    assert_eq!([carried_by(&without, "gw0"), carried_by(&without, "gw1")], [10, 0]);
+    let back = round(&mut objects, &health(), 300);
+    assert_eq!([carried_by(&back, "gw0"), carried_by(&back, "gw1")], [10, 10]);
+
+    // If it is the selector that is not understood, nothing is known of other nodes.
+    let selector = json!({"matchExpressions": [{"key": "egress", "operator": "Is", "values": ["true"]}]});
+    Arc::make_mut(&mut objects.pools[0]).spec.node_selector = serde_json::from_value(selector).unwrap();
+    let read = snapshot(&objects).0;
+    assert!(read.unreadable_pools.into_values().all(|pool| pool.is_none()));
+    let same = round(&mut objects, &health(), 400);
+    assert_eq!(same.egress_ips, back.egress_ips);
+}

@@ -112,9 +112,9 @@ fn changes_of_routes_alone_lead_to_a_round_a_second() {
 fn what_was_left_out_of_the_tables_is_tried_once_more_at_once() {
     let mut shell = Shell::new(&FactsFixture::new());
     let overflow = Overflow { table: Table::Policies, wanted: 2, capacity: 1 };
-    let policies = [(PolicyId::new(PolicyKind::Native, "web"), overflow)].into();
-    let refused = Refused { policies, ..Refused::default() };
-    let mut writes = || {
+    let mut writes = |names: &[&str]| {
+        let policies = names.iter().map(|name| (PolicyId::new(PolicyKind::Native, name), overflow.clone())).collect();
+        let refused = Refused { policies, ..Refused::default() };
         let (mut writes, now) = (0, shell.now);
         shell.machine.handle_objects(objects(&FactsFixture::new()));
         while let Some(action) = shell.machine.poll_action(now) {
@@ -128,5 +128,8 @@ fn what_was_left_out_of_the_tables_is_tried_once_more_at_once() {
         }
         writes
     };
-    assert_eq!([writes(), writes()], [2, 1], "what it replaces may be gone then, but need not be");
+    let web = &["web"][..];
+    assert_eq!([writes(web), writes(web)], [2, 1], "what it replaces may be gone then, but need not be");
+    assert_eq!(writes(&["db", "web"]), 2, "one that never fits takes no other's second try");
+    assert_eq!([writes(web), writes(&["db"])], [1, 2], "one that fitted meanwhile has a second try again");
 }
