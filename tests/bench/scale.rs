@@ -272,12 +272,11 @@ impl Found {
         }
         page += "\nRenewals of leases and Events are not counted; writes that are refused are. A node that joins costs two, its object and its \
              status. A pod on a node that has none of its application costs one write at once, the node's lease. Its policy reports new \
-             numbers 5 s later, in one write for all pods that came meanwhile. Where many policies have new numbers, the next ones follow \
-             after as many seconds as writes of nothing but numbers were made last: whatever number of policies and pods, at most one a \
-             second on average. The metric `spillway_policy_endpoints` always has the number of the last plan. Gateways write nothing for \
-             it: their answers to probes tell nodes what they know. A node's object is sent to the controller, to its own agent and to the \
-             gateways' agents; a gateway's is \
-             sent to every agent.\n";
+             numbers 5 s later, in one write for all pods that came meanwhile. Where many policies have new numbers, the controller then \
+             waits one second for each of these writes before it makes the next ones: at most one a second on average, however many \
+             policies and pods there are. The metric `spillway_policy_endpoints` always has the number of the last plan. Gateways write \
+             nothing for it: their answers to probes tell nodes what they know. A node's object is sent to the controller, to its own \
+             agent and to the gateways' agents; a gateway's is sent to every agent.\n";
         page
     }
 }

@@ -167,21 +167,25 @@ fn cleanup_leaves_nothing_behind() {
 fn maps_of_another_layout_are_refused_with_a_remedy() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(0).run(|lab| {
-        fs::create_dir_all(lab.bpffs("worker1").join("v999"))?;
+        lab.start_agent("worker1", &calm())?;
+        wait_for("the agent runs", PATIENCE, || Ok(!lab.egressctl("worker1", &["state"])?["agent"].is_null()))?;
+        lab.agent("worker1").terminate()?;
+        // What it has left stands for the maps of another version.
+        let other = lab.bpffs("worker1").join("v999");
+        fs::rename(lab.pins("worker1"), &other)?;
         lab.start_agent("worker1", &calm())?;
         wait_for("the agent gives up", PATIENCE, || Ok(!lab.agent("worker1").alive()?))?;
         let log = lab.agent("worker1").log();
         let bpffs = lab.bpffs("worker1").display().to_string();
-        assert!(log.contains("v999") && log.contains(&format!("egress-daemon cleanup --bpffs {bpffs}")), "{log}");
-        // The remedy works.
-        lab.daemon_text("worker1", &["cleanup"])?;
+        let remedy = format!("`egress-daemon cleanup --release --bpffs {bpffs}`");
+        assert!(log.contains("v999") && log.contains(&remedy), "{log}");
+        let refused = lab.daemon_text("worker1", &["cleanup"]).unwrap_err();
+        assert!(format!("{refused:#}").contains("the maps do not tell whether policies select pods"), "{refused:#}");
+        // The remedy works as printed: `daemon_text` adds --bpffs.
+        lab.daemon_text("worker1", &["cleanup", "--release"])?;
+        assert!(!other.exists());
         lab.start_agent("worker1", &calm())?;
-        wait_until(
-            "the agent runs",
-            PATIENCE,
-            || Ok(pins(lab, "worker1")),
-            |pins| pins.iter().any(|pin| pin.contains("/maps/")),
-        )?;
+        wait_for("the agent runs", PATIENCE, || Ok(!lab.egressctl("worker1", &["state"])?["agent"].is_null()))?;
         assert!(lab.agent("worker1").alive()?);
         Ok(())
     });

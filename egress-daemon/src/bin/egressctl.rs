@@ -155,7 +155,7 @@ struct WhoisArgs {
     /// The server that saw it: 203.0.113.7:443
     #[arg(long, value_name = "ADDR:PORT")]
     to: Option<SocketAddr>,
-    /// Directory of a log or of copies of several; of several lease logs only the first by name is read [default: this node's]
+    /// Directory of a log, or of copies of several [default: this node's]
     #[arg(long, value_name = "DIR")]
     log: Option<PathBuf>,
 }

@@ -6,7 +6,7 @@ use egress_core::network::{
     links::Link,
     xdp::{self, Xdp},
 };
-use egress_node::datapath::strangers::Stranger;
+use egress_node::datapath::{load::remedy, strangers::Stranger};
 
 /// `bpf_loop`, which the programs use, came with this kernel.
 const POSSIBLE: (u32, u32) = (5, 17);
@@ -104,7 +104,7 @@ fn bpffs(facts: &HostFacts) -> CheckLine {
             "bpffs",
             CheckStatus::Fail,
             format!("{} holds maps of another version of Spillway", other.display()),
-            format!("stop that agent and run `egress-daemon cleanup --bpffs {path}` (its pods' connections end)"),
+            format!("stop that agent, {}", remedy(&facts.bpffs)),
         ),
     }
 }
@@ -397,7 +397,10 @@ mod tests {
         assert_eq!(line.status, CheckStatus::Fail);
         assert!(line.remedy.unwrap().contains("mount -t bpf"));
         let line = of(&HostFacts { other_versions: vec![PathBuf::from("/sys/fs/bpf/spillway/v9")], ..good() }, "bpffs");
-        assert!(line.found.contains("v9") && line.remedy.unwrap().contains("cleanup --bpffs /sys/fs/bpf/spillway"));
+        assert!(
+            line.found.contains("v9")
+                && line.remedy.unwrap().contains("cleanup --release --bpffs /sys/fs/bpf/spillway`")
+        );
         let line = of(&HostFacts { capabilities: Some(1 << 21 | 1 << 12), ..good() }, "capabilities");
         assert_eq!((line.status, line.found.as_str()), (CheckStatus::Fail, "this process lacks CAP_NET_RAW"));
         let line = of(&HostFacts { name_taken: Some("bridge".into()), ..good() }, "tunnel");

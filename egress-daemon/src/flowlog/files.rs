@@ -86,7 +86,7 @@ pub struct Log<E> {
     records: usize,
     /// The bytes that were acknowledged.
     length: u64,
-    /// Whether the last line may be cut off.
+    /// Whether a part of a failed write may be behind them.
     torn: bool,
     entries: PhantomData<E>,
 }
@@ -114,17 +114,17 @@ impl<E: Entry> Log<E> {
 
     /// Appends records, and waits until they are on the disk.
     pub fn append(&mut self, records: &[E]) -> Result<(), LogError> {
-        let mut lines = E::encode(records);
         if self.torn {
-            lines.insert(0, b'\n');
+            self.journal.set_len(self.length).map_err(failed(&self.path))?;
+            self.torn = false;
         }
+        let lines = E::encode(records);
         let written = self.journal.write_all(&lines).and_then(|()| self.journal.sync_data());
         if let Err(error) = written {
             // Half of it would take up room for nothing.
             self.torn = self.journal.set_len(self.length).is_err();
             return Err(failed(&self.path)(error));
         }
-        self.torn = false;
         self.length += lines.len() as u64;
         self.records += records.len();
         Ok(())
@@ -153,7 +153,7 @@ impl<E: Entry> Log<E> {
     /// segments are exported after older ones.
     pub fn tidy(&self, at: i64) -> Result<(), LogError> {
         // First: that may make the room that the rest needs.
-        let expired = self.expire(at);
+        let expired = expire(&self.limits, at);
         // How the log ends is in the journal before, until this one says it.
         if self.records == 0 {
             return expired;
@@ -163,24 +163,27 @@ impl<E: Entry> Log<E> {
         }
         expired
     }
+}
 
-    /// Removes segments that are too old, and the oldest while all together are too large.
-    fn expire(&self, now: i64) -> Result<(), LogError> {
-        let retention = i64::try_from(self.limits.retention.as_micros()).unwrap_or(i64::MAX);
-        let files = all(&self.limits.directory)?;
-        let sizes: Vec<u64> = files.iter().map(|(_, path)| path.metadata().map_or(0, |data| data.len())).collect();
-        let mut total: u64 = sizes.iter().sum();
-        for (place, (_, path)) in files.iter().enumerate() {
-            // A segment ends where the next file begins.
-            let Some((end, _)) = files.get(place + 1) else { break };
-            if now.saturating_sub(*end) <= retention && total <= self.limits.bytes {
-                break;
-            }
-            fs::remove_file(path).map_err(failed(path))?;
-            total -= sizes[place];
-        }
-        Ok(())
+/// Removes files that are too old, and the oldest while all together are too large. The last one stays.
+pub(super) fn expire(limits: &Limits, now: i64) -> Result<(), LogError> {
+    if !limits.directory.exists() {
+        return Ok(());
     }
+    let retention = i64::try_from(limits.retention.as_micros()).unwrap_or(i64::MAX);
+    let files = all(&limits.directory)?;
+    let sizes: Vec<u64> = files.iter().map(|(_, path)| path.metadata().map_or(0, |data| data.len())).collect();
+    let mut total: u64 = sizes.iter().sum();
+    for (place, (_, path)) in files.iter().enumerate() {
+        // A file ends where the next one begins.
+        let Some((end, _)) = files.get(place + 1) else { break };
+        if now.saturating_sub(*end) <= retention && total <= limits.bytes {
+            break;
+        }
+        fs::remove_file(path).map_err(failed(path))?;
+        total -= sizes[place];
+    }
+    Ok(())
 }
 
 /// Makes a journal a segment.
@@ -252,22 +255,28 @@ pub enum Kind {
     Flows,
 }
 
-/// Which log a directory has, according to its files; `None` if it has none.
+/// Which log a directory has, according to the first file that tells; `None` if it has none. An error if no file tells and one cannot
+/// be read.
 pub fn kind(directory: &Path) -> Result<Option<Kind>, LogError> {
+    let mut unread = Ok(None);
     for (_, path) in all(directory)? {
-        let found = if path.extension().is_some_and(|extension| extension == SEGMENT) {
-            let file = File::open(&path).map_err(failed(&path))?;
-            let name = segment::schema_name(file).map_err(|source| LogError::Segment { path: path.clone(), source })?;
-            kinds(name == "leases", name == "flows")
-        } else {
-            let text = fs::read(&path).map_err(failed(&path))?;
-            kinds(journal::is_one(&text), super::flows::is_journal(&text))
-        };
-        if found.is_some() {
-            return Ok(found);
+        match kind_of(&path) {
+            Ok(None) => {}
+            Ok(found) => return Ok(found),
+            error => unread = error,
         }
     }
-    Ok(None)
+    unread
+}
+
+fn kind_of(path: &Path) -> Result<Option<Kind>, LogError> {
+    if path.extension().is_some_and(|extension| extension == SEGMENT) {
+        let file = File::open(path).map_err(failed(path))?;
+        let name = segment::schema_name(file).map_err(|source| LogError::Segment { path: path.to_owned(), source })?;
+        return Ok(kinds(name == "leases", name == "flows"));
+    }
+    let text = fs::read(path).map_err(failed(path))?;
+    Ok(kinds(journal::is_one(&text), super::flows::is_journal(&text)))
 }
 
 fn kinds(leases: bool, flows: bool) -> Option<Kind> {

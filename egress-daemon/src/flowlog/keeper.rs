@@ -1,7 +1,7 @@
 //! What both logs do about failures and growth: a log is begun as soon as the disk lets it be, long journals become segments, and what is
-//! too old goes, even while nothing can be written.
+//! too old goes, even while nothing can be written or no log is open.
 
-use super::files::Entry;
+use super::files::{Entry, expire};
 use super::{Instant, Limits, Log, LogError};
 use std::path::Path;
 
@@ -33,7 +33,7 @@ pub(super) struct Keeper<E> {
     is_unwritten: bool,
     /// Whether another journal has begun since the log was tidied.
     is_new: bool,
-    /// When the log was tidied, and whether that failed.
+    /// When the log was tidied or what is too old removed, and whether that failed.
     tidied: (Instant, bool),
 }
 
@@ -56,6 +56,8 @@ impl<E: Entry> Keeper<E> {
     /// Opens the log, unless that failed a moment ago. Returns whether it is open.
     pub(super) fn open(&mut self, at: Instant) -> bool {
         if self.log.is_none() && self.may_begin(at) {
+            // First: that may make the room that it needs.
+            self.expire(at);
             let opened = Log::open(self.limits.clone(), at);
             self.log = self.begun(at, opened);
         }
@@ -89,15 +91,25 @@ impl<E: Entry> Keeper<E> {
     }
 
     /// Makes earlier journals segments and removes what is too old: once another journal has its first records, and every minute while
-    /// anything fails.
+    /// anything fails. While no log is open, removes what is too old: it may never be opened again, as on a node that is no gateway any more.
     pub(super) fn tend(&mut self, at: Instant) {
-        let Some(log) = &self.log else { return };
+        let Some(log) = &self.log else { return self.expire(at) };
         let (tidied, is_untidy) = self.tidied;
         let is_next = self.is_new && log.journal().0 > 0;
         if is_next || (self.is_unwritten || is_untidy) && (at - tidied).abs() >= PAUSE {
             let result = log.tidy(at);
             self.tidied = (at, result.is_err());
             self.is_new &= !is_next;
+            self.report(result, is_untidy);
+        }
+    }
+
+    /// Removes what is too old, at most once a minute.
+    fn expire(&mut self, at: Instant) {
+        let (tidied, is_untidy) = self.tidied;
+        if (at - tidied).abs() >= PAUSE {
+            let result = expire(&self.limits, at);
+            self.tidied = (at, result.is_err());
             self.report(result, is_untidy);
         }
     }

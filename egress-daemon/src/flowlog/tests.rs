@@ -4,6 +4,7 @@ use super::*;
 use egress_core::leaselog::{LeaseEvent, LeaseRecord, PortLease};
 use proptest::prelude::*;
 use std::fs;
+use std::io::Write as _;
 use std::path::Path;
 
 fn lease() -> impl Strategy<Value = PortLease> {
@@ -168,6 +169,47 @@ fn a_log_that_cannot_be_written_still_removes_what_is_too_old() {
     keeper.fill(false).unwrap();
     assert!(keeper.append(&[alive(171)]));
     assert_eq!(all(&limits), [alive(20), alive(171)]);
+}
+
+#[test]
+fn a_log_that_cannot_be_begun_still_removes_what_is_too_old() {
+    let directory = tempfile::tempdir().unwrap();
+    let limits = limits(directory.path());
+    let mut log = open(&limits, 1);
+    log.append(&[alive(1)]).unwrap();
+    rotate(&mut log, 10);
+    rotate(&mut log, 50);
+    drop(log);
+    // A directory is no file that could be removed, so no log begins.
+    let obstacle = limits.directory.join("00000000000000000001.part");
+    fs::create_dir(&obstacle).unwrap();
+    let mut keeper = keeper(&limits);
+    assert!(!keeper.open(112_000_000));
+    assert_eq!(all(&limits), [alive(10), alive(50)]);
+    // Nor does anybody have to try.
+    keeper.tend(172_000_000);
+    assert_eq!(all(&limits), [alive(50)]);
+    fs::remove_dir(obstacle).unwrap();
+    assert!(keeper.open(172_000_000));
+}
+
+#[test]
+fn what_a_failed_write_leaves_is_removed_and_costs_no_earlier_record() {
+    let directory = tempfile::tempdir().unwrap();
+    let limits = limits(directory.path());
+    let mut log = open(&limits, 1);
+    log.append(&[alive(1)]).unwrap();
+    let path = limits.directory.join("00000000000001000000.journal");
+    for second in 2..4 {
+        // Neither a write nor the removal of its first half succeeds.
+        log.fill(true).unwrap();
+        log.append(&[alive(0)]).unwrap_err();
+        fs::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"at\":").unwrap();
+        log.append(&[alive(0)]).unwrap_err();
+        log.fill(false).unwrap();
+        log.append(&[alive(second)]).unwrap();
+    }
+    assert_eq!(fs::read(&path).unwrap(), journal::encode(&[alive(1), alive(2), alive(3)]));
 }
 
 /// Lets the disk be full for the segment of a journal that begins at this second.

@@ -1,4 +1,4 @@
-//! HTTP for everybody who reaches the port: how much one client, and all together, can hold is bounded.
+//! HTTP for everybody who reaches the port: clients hold a bounded number of connections, and a new one is always answered.
 
 use axum::Router;
 use hyper::server::conn::http1;
@@ -6,22 +6,15 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
-use std::{
-    collections::BTreeMap,
-    net::IpAddr,
-    pin::pin,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, net::IpAddr, pin::pin, time::Duration};
 use tokio::{
     net::{TcpListener, TcpStream},
+    task::AbortHandle,
     time::{sleep, timeout},
 };
 
-/// Connections at once, of all other hosts together, and of this host: the kubelet's probes come from it.
+/// Connections at once.
 const CONNECTIONS: usize = 256;
-/// Connections of one other host. More are closed.
-const CONNECTIONS_OF_ONE: usize = 16;
 /// How long a connection may take for the head of a request, or wait for one.
 const HEAD: Duration = Duration::from_secs(60);
 /// How long a connection lasts, since a client may never read what it has asked for. Browsers and Prometheus connect again.
@@ -31,21 +24,18 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves until it is dropped. Errors of single connections are theirs alone.
 pub(super) async fn serve(listener: TcpListener, routes: Router) {
-    let places = Arc::new(Places::default());
+    let mut present = Connections::default();
     loop {
         let Ok((stream, peer)) = listener.accept().await else {
             sleep(PAUSE).await;
             continue;
         };
-        let peer = peer.ip().to_canonical();
-        let own = stream.local_addr().is_ok_and(|own| own.ip().to_canonical() == peer);
-        if let Some(place) = places.take(peer, own) {
-            tokio::spawn(answer(stream, routes.clone(), place));
-        }
+        let task = tokio::spawn(answer(stream, routes.clone()));
+        present.add(peer.ip().to_canonical(), task.abort_handle());
     }
 }
 
-async fn answer(stream: TcpStream, routes: Router, _place: Place) {
+async fn answer(stream: TcpStream, routes: Router) {
     let service = TowerToHyperService::new(routes);
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(HEAD);
@@ -54,34 +44,26 @@ async fn answer(stream: TcpStream, routes: Router, _place: Place) {
     drop(timeout(LIFETIME, connection).await);
 }
 
-/// The connections at present, by the client's address.
+/// The connections at present with the clients' addresses, oldest first.
 #[derive(Debug, Default)]
-struct Places(Mutex<BTreeMap<(bool, IpAddr), usize>>);
+struct Connections(Vec<(IpAddr, AbortHandle)>);
 
-/// One connection, until it is dropped.
-#[derive(Debug)]
-struct Place(Arc<Places>, (bool, IpAddr));
-
-impl Places {
-    /// A place for a client, if there is one. `own`: it is on this host.
-    fn take(self: &Arc<Self>, peer: IpAddr, own: bool) -> Option<Place> {
-        let mut places = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let all: usize = places.iter().filter(|((is_own, _), _)| *is_own == own).map(|(_, count)| count).sum();
-        let count = places.get(&(own, peer)).copied().unwrap_or_default();
-        if all == CONNECTIONS || !own && count == CONNECTIONS_OF_ONE {
-            return None;
+impl Connections {
+    /// Adds a connection. If there are too many, the client with the most loses its oldest one: a client that holds many, such as a pod that
+    /// means to keep the kubelet's probes out, only closes its own. The new one counts too, so a client with one never pays for one with more.
+    fn add(&mut self, peer: IpAddr, task: AbortHandle) {
+        self.0.retain(|(_, task)| !task.is_finished());
+        self.0.push((peer, task));
+        if self.0.len() <= CONNECTIONS {
+            return;
         }
-        places.insert((own, peer), count + 1);
-        Some(Place(Arc::clone(self), (own, peer)))
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut places = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match places.get_mut(&self.1) {
-            Some(count) if *count > 1 => *count -= 1,
-            _ => drop(places.remove(&self.1)),
+        let mut counts = BTreeMap::<IpAddr, usize>::new();
+        for (peer, _) in &self.0 {
+            *counts.entry(*peer).or_default() += 1;
+        }
+        let most = counts.values().max();
+        if let Some(oldest) = self.0.iter().position(|(peer, _)| counts.get(peer) == most) {
+            self.0.remove(oldest).1.abort();
         }
     }
 }
@@ -90,44 +72,58 @@ impl Drop for Place {
 mod tests {
     use super::*;
     use axum::routing::get;
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use std::net::SocketAddr;
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::TcpSocket,
+    };
 
-    #[test]
-    fn one_host_or_all_others_together_do_not_take_the_places_of_this_host() {
-        let host = |number: u8| IpAddr::from([10, 0, 0, number]);
-        let places = Arc::new(Places::default());
-        let mut taken: Vec<Place> = std::iter::from_fn(|| places.take(host(1), false)).collect();
-        assert_eq!(taken.len(), CONNECTIONS_OF_ONE);
-        for number in 2..=u8::MAX {
-            taken.extend(std::iter::from_fn(|| places.take(host(number), false)));
-        }
-        assert_eq!(taken.len(), CONNECTIONS);
-        assert!(places.take(host(0), true).is_some());
-        taken.pop();
-        assert!(places.take(host(255), false).is_some());
-        drop(taken);
-        assert_eq!(places.0.lock().unwrap().len(), 0);
-    }
-
-    #[tokio::test]
-    async fn clients_that_only_connect_do_not_keep_this_hosts_requests_waiting() {
+    async fn start() -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(serve(listener, Router::new().route("/healthz", get(async || "ok\n"))));
-        // Linux takes the connections of 127.0.0.2 to 127.0.0.1 as those of another host's.
-        let mut silent = Vec::new();
-        for _ in 0..2 * CONNECTIONS_OF_ONE {
-            let socket = tokio::net::TcpSocket::new_v4().unwrap();
-            socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
-            silent.push(socket.connect(address).await.unwrap());
-        }
-        // Those beyond the limit are closed.
-        let mut last = silent.pop().unwrap();
-        assert_eq!(last.read(&mut [0]).await.unwrap_or_default(), 0);
-        let mut own = TcpStream::connect(address).await.unwrap();
-        own.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+        address
+    }
+
+    /// Connects from 127.0.0.`host`.
+    async fn connect(host: u8, to: SocketAddr) -> TcpStream {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(([127, 0, 0, host], 0).into()).unwrap();
+        socket.connect(to).await.unwrap()
+    }
+
+    async fn ask(mut client: TcpStream) -> String {
+        client.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
         let mut text = String::new();
-        own.read_to_string(&mut text).await.unwrap();
-        assert!(text.starts_with("HTTP/1.1 200") && text.ends_with("ok\n"), "{text}");
+        client.read_to_string(&mut text).await.unwrap();
+        text
+    }
+
+    #[tokio::test]
+    async fn a_newcomer_is_answered_however_many_idle_connections_others_hold() {
+        let address = start().await;
+        let mut idle = Vec::new();
+        for number in 0..CONNECTIONS + 16 {
+            idle.push(connect(2 + (number % 4) as u8, address).await);
+            if number + 1 >= CONNECTIONS {
+                let text = ask(connect(1, address).await).await;
+                assert!(text.starts_with("HTTP/1.1 200") && text.ends_with("ok\n"), "{number}: {text}");
+            }
+        }
+        // The oldest made room.
+        assert_eq!(idle[0].read(&mut [0]).await.unwrap_or_default(), 0);
+    }
+
+    #[tokio::test]
+    async fn one_client_with_many_connections_costs_another_none() {
+        let address = start().await;
+        let lone = connect(2, address).await;
+        let mut many = Vec::new();
+        for _ in 0..CONNECTIONS + 16 {
+            many.push(connect(3, address).await);
+        }
+        assert_eq!(many[0].read(&mut [0]).await.unwrap_or_default(), 0);
+        assert!(ask(lone).await.ends_with("ok\n"));
+        assert!(ask(many.pop().unwrap()).await.ends_with("ok\n"));
     }
 }

@@ -327,7 +327,7 @@ impl MetricsServer {
         registry.register_collector(Box::new(sources.clone()));
         let routes = Router::new()
             .route("/metrics", get(metrics))
-            .with_state(Arc::new(Exposition { registry, turn: Mutex::new(()) }))
+            .with_state(Arc::new(Exposition { registry, turn: Arc::default() }))
             .route("/healthz", get(async || "ok\n"))
             .merge(Router::new().route("/readyz", get(ready)).with_state(sources))
             .merge(others(address.port()));
@@ -342,15 +342,16 @@ impl MetricsServer {
 #[derive(Debug)]
 struct Exposition {
     registry: Registry,
-    turn: Mutex<()>,
+    turn: Arc<Mutex<()>>,
 }
 
 async fn metrics(State(exposition): State<Arc<Exposition>>) -> axum::response::Response {
-    let _turn = exposition.turn.lock().await;
-    let all = Arc::clone(&exposition);
+    let turn = Arc::clone(&exposition.turn).lock_owned().await;
     let encode = move || {
+        // The encoding goes on if the client leaves, and the turn with it.
+        let _turn = turn;
         let mut body = String::new();
-        text::encode(&mut body, &all.registry).map(|()| body)
+        text::encode(&mut body, &exposition.registry).map(|()| body)
     };
     match tokio::task::spawn_blocking(encode).await {
         Ok(Ok(body)) => {

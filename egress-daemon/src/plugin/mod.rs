@@ -21,6 +21,7 @@ use kubectl::{Kubectl, KubectlError, Pod, SELECTOR};
 use serde_json::Value;
 use status::StatusView;
 use std::{
+    collections::BTreeSet,
     ffi::OsString,
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -246,17 +247,26 @@ fn differences(kubectl: &Kubectl, node: Option<String>, mut options: DiffOptions
 
 fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
     let end = Instant::now() + Duration::from_secs(args.timeout);
-    let look = || -> Result<StatusView> {
+    let look = || -> Result<StatusView, KubectlError> {
         let workloads = kubectl.json(&["get", "daemonsets,deployments", "-l", SELECTOR])?;
         Ok(StatusView::new(&workloads, &kubectl.json(&["get", "spillway", "-A"])?))
     };
+    let mut told = BTreeSet::new();
     loop {
-        // While it waits, the API server may not serve the CRDs yet, or may restart.
         let status = look();
         let ready = status.as_ref().is_ok_and(|status| status.ready);
-        if ready || !args.wait || Instant::now() >= end {
+        let hopeless = matches!(status, Err(KubectlError::NotStarted(_)));
+        if ready || hopeless || !args.wait || Instant::now() >= end {
             show(&print(&status?, args.output)?)?;
             return Ok(if ready { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
+        // The API server may not serve the CRDs yet, or may restart; or the user has to do something, which only the error says.
+        if let Err(error) = status {
+            let text = error.to_string();
+            // The lines before the last are kubectl's log, with the time.
+            if told.insert(text.lines().last().unwrap_or_default().to_owned()) {
+                eprintln!("kubectl spillway: still waiting: {text}");
+            }
         }
         thread::sleep(LOOK);
     }

@@ -12,7 +12,12 @@ use nix::{
     errno::Errno,
     time::{ClockId, clock_getres},
 };
-use std::{fs, io, path::PathBuf, thread, time::Duration};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
 use thiserror::Error;
 
 /// The objects that `build.rs` has built: the usual one, and the one that reports what it decides.
@@ -73,6 +78,16 @@ impl Sizes {
     }
 }
 
+/// How to get rid of pinned maps that this version cannot use. `cleanup` wants `--release`: it may not be able to
+/// tell from them which pods are selected.
+pub fn remedy(root: &Path) -> String {
+    let root = root.display();
+    format!(
+        "drain the node, run `egress-daemon cleanup --release --bpffs {root}` and start the agent again. Established connections through \
+         Spillway on this node end, and selected pods that are still on it leave with its address meanwhile"
+    )
+}
+
 /// Why the datapath cannot be loaded.
 #[derive(Debug, Error)]
 pub enum LoadError {
@@ -94,7 +109,8 @@ pub enum LoadError {
     },
     /// Maps of another version of the layout.
     #[error(
-        "{path} holds maps of another layout than this agent's v{LAYOUT_VERSION}: stop the agent that made them, then run `egress-daemon cleanup --bpffs {root}` (established connections through Spillway on this node end)"
+        "{path} holds maps of another layout than this agent's v{LAYOUT_VERSION}: stop the agent that made them, {}",
+        remedy(root)
     )]
     OtherVersion {
         /// The directory of the other version.
@@ -103,9 +119,7 @@ pub enum LoadError {
         root: PathBuf,
     },
     /// A pinned map whose shape is not what the programs expect.
-    #[error(
-        "{path} is a map with {found} where the programs want {wanted}: run `egress-daemon cleanup --bpffs {root}` and start again"
-    )]
+    #[error("{path} is a map with {found} where the programs want {wanted}: {}", remedy(root))]
     OtherShape {
         /// The pin.
         path: PathBuf,
@@ -118,7 +132,8 @@ pub enum LoadError {
     },
     /// The entries of an older version's map cannot be copied.
     #[error(
-        "the entries of {path}, which an older version made, cannot be carried over: {source}. Start again, or run `egress-daemon cleanup --bpffs {root}` (established connections through Spillway on this node end)"
+        "the entries of {path}, which an older version made, cannot be carried over: {source}. Start the agent again; if that fails too, {}",
+        remedy(root)
     )]
     NotCarriedOver {
         /// The older map's pin.

@@ -60,7 +60,11 @@ impl Logs {
             Some(FLOWS) => Some(Kind::Flows),
             _ => None,
         };
-        match flowlog::kind(path)?.or_else(of_name) {
+        let kind = match flowlog::kind(path) {
+            Ok(kind) => kind.or_else(of_name),
+            Err(error) => Some(of_name().ok_or(error)?),
+        };
+        match kind {
             Some(Kind::Leases) => self.leases.push(path.to_owned()),
             Some(Kind::Flows) => self.flows.push(path.to_owned()),
             None => {}

@@ -65,7 +65,7 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
         leases.push(answer(&flowlog::read(log, about(egress_ip))?, question));
     }
     let leases = together(leases);
-    let recorded = recorded(&logs, question, dump.is_some() && options.log.is_none())?;
+    let recorded = recorded(&logs, question, dump.is_some() && options.log.is_none());
     if leases.is_none() && recorded.is_none() && dump.is_none() {
         bail!(
             "there is no log of leases or flows in {}, and no agent has run with the pins in {}: ask on a gateway or on the node of the pod, or name a copy of a log with --log",
@@ -96,7 +96,7 @@ pub(super) struct Recorded {
 }
 
 /// Searches the flow logs of one node or of several.
-fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Result<Option<Recorded>> {
+fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Option<Recorded> {
     let wanted = flows::Wanted {
         egress_ip: question.egress_ip,
         port: question.port,
@@ -105,7 +105,10 @@ fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Result<Option
     };
     let mut all = Vec::new();
     for log in &logs.flows {
-        let (likely, doubts) = flows::answer(flows::read(log, &wanted)?, question, living);
+        let (likely, doubts) = match flows::read(log, &wanted) {
+            Ok(found) => flows::answer(found, question, living),
+            Err(error) => (Vec::new(), vec![flows::Doubt::Unread(error.to_string())]),
+        };
         all.push(Recorded { likely, doubts });
     }
     // If one node had the port, no other one had.
@@ -117,7 +120,7 @@ fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Result<Option
         all.doubts.extend(one.doubts);
         all
     };
-    Ok(all.into_iter().reduce(together))
+    all.into_iter().reduce(together)
 }
 
 /// The records that concern an egress IP: its own leases, and those that tell when the log was written.

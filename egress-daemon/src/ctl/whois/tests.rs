@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::ctl::print::Printable as _;
-use egress_core::leaselog::{Doubt, LeaseHolder};
+use egress_core::leaselog::{Doubt, LeaseHolder, PortLease};
 use flows::Recorded as Flow;
 
 const HOUR: i64 = 3_600_000_000;
@@ -206,8 +206,8 @@ fn a_copy_of_a_log_is_known_by_its_files_whatever_its_name() {
     }
     // A segment of the other log is an error, not a panic.
     let wanted = flows::Wanted { egress_ip: seen().ip(), port: 1, from: 0, until: 0 };
-    let error = flows::read(&directory.path().join("copy-of-leases"), &wanted).unwrap_err().to_string();
-    assert!(error.contains("other columns than a log of flows"), "{error}");
+    let unread = flows::read(&directory.path().join("copy-of-leases"), &wanted).unwrap().unread;
+    assert!(unread[0].contains("other columns than a log of flows"), "{unread:?}");
     let error = flowlog::read(&directory.path().join("copy-of-flows"), |_| true).unwrap_err().to_string();
     assert!(error.contains("other columns than a log of leases"), "{error}");
     let options = WhoisOptions {
@@ -218,4 +218,23 @@ fn a_copy_of_a_log_is_known_by_its_files_whatever_its_name() {
         bpffs: directory.path().join("none"),
     };
     assert!(ask(&options).is_ok());
+}
+
+#[test]
+fn a_file_of_flows_that_cannot_be_read_leaves_the_answer_of_leases() {
+    use flowlog::{Limits, Log, MAX_BYTES};
+    let directory = tempfile::tempdir().unwrap();
+    let (leases, flows) = (directory.path().join("leases"), directory.path().join("flows"));
+    let retention = std::time::Duration::from_secs(3600);
+    let mut log = Log::open(Limits { directory: leases, retention, bytes: MAX_BYTES }, HOUR).unwrap();
+    let lease = PortLease { egress_ip: seen().ip(), first_port: 1088, last_port: 1151, node: "w7".into() };
+    let events = [(-5, LeaseEvent::Started), (-5, LeaseEvent::Held(lease)), (5, LeaseEvent::Alive)];
+    log.append(&events.map(|(second, event)| LeaseRecord { at: 2 * HOUR + second * 1_000_000, event })).unwrap();
+    std::fs::create_dir(&flows).unwrap();
+    std::fs::write(flows.join("00000000000000000001.parquet"), "PAR1").unwrap();
+    let at = Some(Moment { from: 2 * HOUR, until: 2 * HOUR });
+    let log = Some(directory.path().to_owned());
+    let view = ask(&WhoisOptions { seen: seen(), at, to: None, log, bpffs: directory.path().join("none") }).unwrap();
+    assert!(view.node_certain && view.nodes[0].node == "w7", "{view:?}");
+    assert!(view.text().contains("a file of the log of flows cannot be read: "), "{}", view.text());
 }

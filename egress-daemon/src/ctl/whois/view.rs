@@ -184,6 +184,7 @@ fn about_log(doubt: &flows::Doubt) -> String {
         flows::Doubt::Older(from) => {
             format!("a flow from before {}, when the log of flows begins, may be missing", text(*from))
         }
+        flows::Doubt::Unread(why) => format!("a file of the log of flows cannot be read: {why}"),
         flows::Doubt::Lost(from, until, 0) => {
             format!(
                 "beginnings and ends of flows between {} and {} may be missing: the agent was killed",

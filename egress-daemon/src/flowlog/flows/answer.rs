@@ -15,7 +15,7 @@ pub struct Likely {
 }
 
 /// Why flows are not complete.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Doubt {
     /// Nobody recorded flows from the first time to the second; `None`: the log does not reach that far.
     Unwatched(Option<Instant>, Option<Instant>),
@@ -24,11 +24,18 @@ pub enum Doubt {
     /// A flow that began before this time, when the log begins, may be missing: some were open then, and nothing shows that all of them
     /// have ended since.
     Older(Instant),
+    /// A file cannot be read, for this reason.
+    Unread(String),
 }
 
 /// The flows that may have had the port, and why there may be others. `living`: live flows are also known.
-pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
-    let doubts = doubts(&found.spans, question, living);
+pub fn answer(mut found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
+    let mut doubts = doubts(&found.spans, question, living);
+    let unread = std::mem::take(&mut found.unread);
+    // They explain gaps; where there is none, nothing of that time is in them.
+    if !doubts.is_empty() {
+        doubts.extend(unread.into_iter().map(Doubt::Unread));
+    }
     let LeaseQuestion { from, until, slack, .. } = question;
     let mut likely: Vec<Likely> = Vec::new();
     for flow in settle(found).into_iter().filter(|flow| !flow.refused) {
@@ -44,7 +51,7 @@ pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likel
 
 /// Each flow once. The file in which a flow began lists it as open, and the one in which it ended lists it again.
 fn settle(found: Found) -> Vec<Recorded> {
-    let Found { spans, mut flows } = found;
+    let Found { spans, mut flows, .. } = found;
     let key = |flow: &Recorded| Some((flow.ticket?, flow.protocol));
     let ends = flows.iter().enumerate().filter(|(_, (_, flow))| flow.ended.is_some());
     let ends: HashMap<(u32, u8), usize> = ends.filter_map(|(index, (_, flow))| Some((key(flow)?, index))).collect();

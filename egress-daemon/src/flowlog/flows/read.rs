@@ -1,7 +1,7 @@
 //! Finds the flows of one port of an egress IP in a log. Reads only the parts of files that may have them.
 
 use super::merge::Journal;
-use super::{Found, Recorded, line, segment};
+use super::{Found, Recorded, Span, line, segment};
 use crate::flowlog::Instant;
 use crate::flowlog::files::{LogError, SEGMENT, all, failed};
 use std::collections::HashSet;
@@ -23,27 +23,28 @@ pub struct Wanted {
     pub until: Instant,
 }
 
-/// Searches a log. A file that disappears meanwhile is left out.
+/// Searches a log. A file that disappears meanwhile is left out. After one that cannot be read, recording starts anew.
 pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
     let mut found = Found::default();
     // The flows that the files before list as open.
     let mut open = HashSet::new();
-    for (_, path) in all(directory)? {
-        let file = match File::open(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            file => file.map_err(failed(&path))?,
-        };
+    let mut is_broken = false;
+    for (began, path) in all(directory)? {
         let number = found.spans.len();
         // An end concerns flows that an earlier file lists as open, whenever it was.
         let wanted = &Wanted { from: if open.is_empty() { wanted.from } else { Instant::MIN }, ..*wanted };
-        let (span, flows) = if path.extension().is_some_and(|extension| extension == SEGMENT) {
-            segment::read(file, wanted).map_err(|source| LogError::Segment { path: path.clone(), source })?
-        } else {
-            let text = fs::read(&path).map_err(failed(&path))?;
-            let Some(journal) = Journal::of(line::decode(&text, line::may_have(wanted.port))) else { continue };
-            let flows = journal.rows.iter().map(|row| journal.recorded(row)).collect();
-            (journal.span, flows)
+        let (mut span, flows) = match of_file(&path, wanted) {
+            Ok(Some(of_file)) => of_file,
+            Ok(None) => continue,
+            Err(error) => {
+                found.unread.push(error.to_string());
+                found.spans.push(Span { from: began, until: began, started: true, ..Span::default() });
+                is_broken = true;
+                continue;
+            }
         };
+        // Nobody knows which flows have ended in the file before.
+        span.started |= std::mem::take(&mut is_broken);
         let is_meant = |flow: &Recorded| {
             flow.egress_ip == wanted.egress_ip
                 && flow.port == wanted.port
@@ -64,4 +65,20 @@ pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
         found.spans.push(span);
     }
     Ok(found)
+}
+
+/// What a file says about itself, and its flows that may have the wanted port; `None` if there is nothing in it.
+fn of_file(path: &Path, wanted: &Wanted) -> Result<Option<(Span, Vec<Recorded>)>, LogError> {
+    let file = match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file.map_err(failed(path))?,
+    };
+    if path.extension().is_some_and(|extension| extension == SEGMENT) {
+        let read = segment::read(file, wanted);
+        return read.map(Some).map_err(|source| LogError::Segment { path: path.to_owned(), source });
+    }
+    let text = fs::read(path).map_err(failed(path))?;
+    let Some(journal) = Journal::of(line::decode(&text, line::may_have(wanted.port))) else { return Ok(None) };
+    let flows = journal.rows.iter().map(|row| journal.recorded(row)).collect();
+    Ok(Some((journal.span, flows)))
 }

@@ -27,7 +27,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::sync::Arc;
 
-const SCHEMA: &str = "
+pub(super) const SCHEMA: &str = "
 message flows {
   REQUIRED BYTE_ARRAY event (UTF8);
   REQUIRED INT64 began (TIMESTAMP(MICROS, true));

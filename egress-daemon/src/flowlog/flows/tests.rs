@@ -386,13 +386,47 @@ fn many_flows_of_one_port_are_settled_at_once() {
     let open = (0..count).map(|number| (0, flow(number, None)));
     let flows = open.chain((0..count).map(|number| (1, flow(number, Some(EPOCH + SECOND))))).collect();
     let span = |from| Span { from, until: from + 10 * SECOND, ..Span::default() };
-    let found = Found { spans: vec![span(EPOCH), span(EPOCH + 10 * SECOND)], flows };
+    let found = Found { spans: vec![span(EPOCH), span(EPOCH + 10 * SECOND)], flows, ..Found::default() };
     let (from, until) = (EPOCH, EPOCH + SECOND);
     let began = std::time::Instant::now();
     let (likely, _) = answer(found, LeaseQuestion { egress_ip: address(10), port: 1100, from, until, slack: 0 }, true);
     assert_eq!(likely.len(), count as usize);
     // With a search for each, it takes minutes.
     assert!(began.elapsed() < std::time::Duration::from_secs(20), "{:?}", began.elapsed());
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_a_doubt_and_the_others_still_answer() {
+    let mut world = World::new();
+    world.report([event(what::BEGAN, 1100, 10, 10)]);
+    world.look(11);
+    world.look(3600);
+    world.report([event(what::ENDED, 1100, 10, 4000), event(what::BEGAN, 1101, 4000, 4000)]);
+    world.look(4001);
+    world.script.0.borrow_mut().oldest = Some(4000);
+    world.look(7200);
+    world.report([event(what::BEGAN, 1102, 7300, 7300)]);
+    world.look(7301);
+    world.look(7400);
+    // The second file is one of an earlier build, which had no tickets.
+    let (_, second) = super::super::files::all(&world.directory.path().join("flows")).unwrap().remove(1);
+    let columns = segment::SCHEMA.replace("  OPTIONAL INT32 ticket;\n", "");
+    let schema = Arc::new(parquet::schema::parser::parse_message_type(&columns).unwrap());
+    let file = fs::File::create(second).unwrap();
+    parquet::file::writer::SerializedFileWriter::new(file, schema, Arc::default()).unwrap().close().unwrap();
+
+    assert_eq!((world.pods(1100, 2000), world.ask(1100, 2000).1), (web(true), vec![]));
+    assert_eq!((world.pods(1102, 7350), world.ask(1102, 7350).1), (web(true), vec![]));
+    let is_unread =
+        |doubt: &Doubt| matches!(doubt, Doubt::Unread(why) if why.contains("other columns than a log of flows"));
+    // Whether the flow of the first file still was open is not known.
+    let (likely, doubts) = world.ask(1100, 5000);
+    assert_eq!((likely, &doubts[0]), (vec![], &Doubt::Unwatched(Some(time(3600)), Some(time(7200)))));
+    assert!(doubts.len() == 2 && is_unread(&doubts[1]), "{doubts:?}");
+    // A copy of the log does not know that the flow of the second file is still open.
+    let (likely, doubts) = world.answer(1101, 7350, false);
+    assert_eq!((likely, &doubts[0]), (vec![], &Doubt::Older(time(7200))));
+    assert!(doubts.len() == 2 && is_unread(&doubts[1]), "{doubts:?}");
 }
 
 #[test]

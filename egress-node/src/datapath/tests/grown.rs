@@ -131,6 +131,6 @@ fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_the_older_tab
 
     // A downgrade is refused, and the attempt changes nothing.
     let refused = Programs::load(rig.pins(), sizes).err().expect("refused").to_string();
-    assert!(refused.contains("FLOWS_V4") && refused.contains("cleanup --bpffs"), "{refused}");
+    assert!(refused.contains("FLOWS_V4") && refused.contains("cleanup --release --bpffs"), "{refused}");
     assert!(flows(&rig) >= many);
 }

@@ -41,7 +41,7 @@ fn maps_of_another_version_are_refused_with_a_remedy() {
     let Some(dir) = BpfDir::new("version") else { return };
     fs::create_dir_all(dir.pins.root().join("v999")).unwrap();
     let error = Programs::load(&dir.pins, Sizes::default()).err().expect("refused").to_string();
-    assert!(error.contains("v999") && error.contains("cleanup --bpffs"), "{error}");
+    assert!(error.contains("v999") && error.contains("cleanup --release --bpffs"), "{error}");
 }
 
 /// Set in the process that has dropped all other rights.
