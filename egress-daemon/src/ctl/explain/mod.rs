@@ -168,8 +168,11 @@ fn matches(flow: &FlowEntry, source: IpAddr, question: &Question) -> bool {
         && flow.proto == question.protocol.number(question.to.is_ipv6())
 }
 
+/// What is left alone for the pod that had the address before is none: the programs remove its record.
 fn find<'a>(dump: &'a Dump, source: IpAddr, question: &Question, port: u16) -> Option<&'a FlowEntry> {
-    dump.flows.iter().find(|flow| flow.pod_port == port && matches(flow, source, question))
+    let is_anothers = |id: u32| dump.endpoint(source).is_some_and(|endpoint| endpoint.id != id);
+    let mut flows = dump.flows.iter().filter(|flow| flow.pod_port == port && matches(flow, source, question));
+    flows.find(|flow| !flow.untouched || !is_anothers(flow.flow.endpoint))
 }
 
 /// A packet of a flow that is in the table.
@@ -182,7 +185,7 @@ fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> PacketOutcome {
         walk.say(
             "flow",
             format!(
-                "There is a flow that is left alone: the outside opened it, or it was there before the policy ({age})."
+                "There is a flow that is left alone: the outside opened it, or it began before the policy or while there was no gateway ({age})."
             ),
         );
         return walk.passed("the flow is left alone");

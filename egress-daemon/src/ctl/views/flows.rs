@@ -67,8 +67,8 @@ pub struct FlowRow {
     pub age_seconds: u64,
     /// Seconds since its last packet in either direction, to within 1.1 s.
     pub idle_seconds: u64,
-    /// `translated`, `untouched` (the outside opened it, or it was there before the policy) or `severed` (its egress IP was
-    /// removed from its policy).
+    /// `translated`, `untouched` (the outside opened it, or it began before the policy or while there was no gateway) or `severed` (its
+    /// egress IP was removed from its policy).
     pub kind: String,
     /// `opening`, `established`, `closing` or `closed`; null unless it is TCP.
     pub tcp_state: Option<String>,

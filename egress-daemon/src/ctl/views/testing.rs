@@ -122,6 +122,7 @@ pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, eg
     let index = egress_index(dump, egress.0);
     let flow = Flow {
         policy: policy_index(dump, policy) as u16,
+        endpoint: dump.endpoint(ip(pod.0)).map_or(0, |endpoint| endpoint.id),
         egress: index,
         egress_generation: dump.tables.egress_ips[&index].generation,
         last_seen: START + 90,
