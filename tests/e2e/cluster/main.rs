@@ -77,10 +77,16 @@ fn run(tests: &[Test]) -> ExitCode {
     };
     match &outcome {
         Ok(Ok(world)) => {
+            let mut whole = None;
             for (name, test) in tests {
+                let alone = ALONE.iter().any(|part| name.contains(part));
                 let result = catch_unwind(AssertUnwindSafe(|| {
-                    let _share = lab::machine::take(ALONE.iter().any(|part| name.contains(part)))?;
-                    world.fresh().and_then(|()| test(world))
+                    // Everybody else has to end before one has the machine: those that want it have it one after the other.
+                    let kept = whole.take().filter(|_| alone);
+                    let share = kept.map_or_else(|| lab::machine::take(alone), Ok)?;
+                    let result = world.fresh().and_then(|()| test(world));
+                    whole = alone.then_some(share);
+                    result
                 }));
                 let failure = match result {
                     Ok(Ok(())) => None,
