@@ -194,8 +194,8 @@ pub fn is_pair<A: PartialEq>(key: &FlowKey<A>, flow: &Flow, reverse: &FlowKey<A>
 }
 
 map_type! {
-    /// Value of `INBOUND_*`, by the 5-tuple of the pod's packets: a connection that the outside opened, or that existed before
-    /// the pod was selected. Its packets are left alone.
+    /// Value of `INBOUND_*`, by the 5-tuple of the pod's packets: a connection that the outside opened, that existed before the
+    /// pod was selected, or that began while its policy had no gateway (`onNoGateway: NodeIP`). Its packets are left alone.
     pub struct Inbound {
         /// Tick of the last packet that was looked at.
         pub last_seen: u32,

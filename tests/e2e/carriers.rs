@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::traffic::{ConnectionReport, Mixed, Pauses, UdpClients, UdpOptions, UdpServer};
-use lab::{Capture, Family, Lab, Packet, PodSpec, Segment, StartOptions, Trace, stays, wait_for, wait_until};
+use lab::{Capture, Family, Lab, Packet, PodSpec, Segment, StartOptions, Trace, stays, wait_until};
 
 use crate::support::{
-    PATIENCE, WEB, announces, assert_no_strangers, egress, policy, pool, start_with, wait_in_force, wait_owner,
+    PATIENCE, WEB, announces, assert_no_strangers, egress, policy, pool, start_with, wait_agent, wait_in_force,
+    wait_owner,
 };
 
 const HOSTS: [u8; 2] = [40, 41];
@@ -255,8 +256,7 @@ fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_o
             // An agent does not start without its directory, so it gets it back and loses it again.
             let start = |lab: &mut Lab| -> Result<()> {
                 lab.start_agent(victim, &options)?;
-                let runs = || Ok(!lab.egressctl(victim, &["state"])?["agent"].is_null());
-                wait_for("the agent runs", PATIENCE, runs)?;
+                wait_agent(lab, victim)?;
                 wait_back(lab, victim)?;
                 if is_dead { lab.cut_store(victim) } else { Ok(()) }
             };

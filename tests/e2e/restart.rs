@@ -12,7 +12,8 @@ use lab::{Capture, Family, Lab, PodSpec, wait_for, wait_until};
 use serde_json::Value;
 
 use crate::support::{
-    PATIENCE, QUIET, all_answered, assert_no_strangers, calm, egress, start, wait_in_force, wait_sources, web, web_pod,
+    PATIENCE, QUIET, all_answered, assert_no_strangers, calm, egress, start, wait_agent, wait_in_force, wait_sources,
+    web, web_pod,
 };
 
 const HOSTS: [u8; 3] = [10, 11, 12];
@@ -49,8 +50,7 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
                 all.wait_progress(10, PATIENCE)?;
             }
             lab.start_agent(node, &calm())?;
-            let runs = || Ok(!lab.egressctl(node, &["state"])?["agent"].is_null());
-            wait_for("the agent runs", PATIENCE, runs)?;
+            wait_agent(lab, node)?;
             // It is at work: it follows a change. Nobody else writes its tables.
             hosts.push(new);
             lab.manifests().write("web", &web(&hosts))?;
@@ -168,7 +168,7 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
     lab::require_root!();
     Lab::builder().workers(1).gateways(0).run(|lab| {
         lab.start_agent("worker1", &calm())?;
-        wait_for("the agent runs", PATIENCE, || Ok(!lab.egressctl("worker1", &["state"])?["agent"].is_null()))?;
+        wait_agent(lab, "worker1")?;
         lab.agent("worker1").terminate()?;
         // What it has left stands for the maps of another version.
         let other = lab.bpffs("worker1").join("v999");
@@ -185,7 +185,7 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
         lab.daemon_text("worker1", &["cleanup", "--release"])?;
         assert!(!other.exists());
         lab.start_agent("worker1", &calm())?;
-        wait_for("the agent runs", PATIENCE, || Ok(!lab.egressctl("worker1", &["state"])?["agent"].is_null()))?;
+        wait_agent(lab, "worker1")?;
         assert!(lab.agent("worker1").alive()?);
         Ok(())
     });

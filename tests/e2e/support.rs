@@ -320,6 +320,11 @@ pub fn wait_bypass(lab: &Lab, node: &str, is_there: bool) -> Result<()> {
     wait_until(&what, PATIENCE, told, |told| told.is_null() != is_there).map(drop)
 }
 
+/// Waits until a node's agent reports its state.
+pub fn wait_agent(lab: &Lab, node: &str) -> Result<()> {
+    wait_for("the agent runs", PATIENCE, || Ok(!lab.egressctl(node, &["state"])?["agent"].is_null()))
+}
+
 /// Waits until a counter is above `before`.
 pub fn wait_counter(lab: &Lab, node: &str, name: &str, before: u64) -> Result<()> {
     wait_grown(lab, node, name, before, 1)

@@ -9,7 +9,7 @@ use super::{
     tables::{Overflow, Table, Tables},
 };
 use crate::{
-    model::{EndpointId, PolicyId, Trouble, TroubleKind},
+    model::{EndpointId, Family, PolicyId, Trouble, TroubleKind},
     plan::EgressIpPlan,
 };
 use egress_common::{
@@ -150,9 +150,8 @@ fn refuse(view: &mut NodeView, policy: &PolicyId, table: Table) {
         let others = table.iter().filter(|(net, _)| owner(net).is_some_and(|owner| owner != policy));
         let mut rest: BTreeMap<IpNet, Option<PolicyId>> = others.cloned().collect();
         for net in its {
-            let all = if net.addr().is_ipv4() { IpNet::V4(Default::default()) } else { IpNet::V6(Default::default()) };
-            let around = successors(Some(net), IpNet::supernet).find(|outer| rest.contains_key(outer)).unwrap_or(all);
-            rest.insert(around, Some(policy.clone()));
+            let around = successors(Some(net), IpNet::supernet).find(|outer| rest.contains_key(outer));
+            rest.insert(around.unwrap_or(Family::of_net(&net).everything()), Some(policy.clone()));
         }
         *table = rest.into_iter().collect();
     }

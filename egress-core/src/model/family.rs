@@ -34,6 +34,14 @@ impl Family {
         }
     }
 
+    /// The prefix of all its addresses.
+    pub fn everything(self) -> IpNet {
+        match self {
+            Family::V4 => IpNet::V4(Default::default()),
+            Family::V6 => IpNet::V6(Default::default()),
+        }
+    }
+
     /// The number of bits of an address.
     pub fn width(self) -> u32 {
         match self {

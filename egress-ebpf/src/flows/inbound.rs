@@ -1,5 +1,5 @@
-//! Connections that the outside opened to a pod, and those that a pod had open before a policy selected it. A table of their own records
-//! them, so that replies are left alone. It never refuses a record: the least recently used one is evicted.
+//! Connections that keep their path: the outside opened them to a pod, the pod had them open before a policy selected it, or they began while
+//! there was no gateway. A table of their own records them, so that their packets are left alone. It never refuses a record: the least recently used one is evicted.
 
 use crate::{
     flows::{collect, key, recheck},

@@ -164,5 +164,5 @@ fn destinations(source: &Source, pools: &BTreeMap<PoolId, Pool>) -> Vec<IpNet> {
         }
     }
     let wanted = |family: &Family| families.is_empty() || families.contains(family);
-    Family::ALL.into_iter().filter(wanted).filter_map(|family| IpNet::new(family.address(0), 0).ok()).collect()
+    Family::ALL.into_iter().filter(wanted).map(Family::everything).collect()
 }

@@ -8,8 +8,8 @@ use super::scalar::quantity;
 use super::{NAMESPACE_NAME, Problem, Reader, sound};
 use crate::api;
 use egress_core::model::{
-    AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Gateway, NodeChoice, OnNoGateway, Policy,
-    PolicyId, PolicyKind, PoolId, PoolKind, PoolRequest, Selector, Source, ZoneMode,
+    AddressSource, Bandwidth, Distribution, EndpointSelector, Existing, Family, Gateway, NodeChoice, OnNoGateway,
+    Policy, PolicyId, PolicyKind, PoolId, PoolKind, PoolRequest, Selector, Source, ZoneMode,
 };
 
 /// The kind, as problems name it.
@@ -62,7 +62,7 @@ fn in_force(mut policy: Policy, problems: Vec<Problem>) -> (Policy, Vec<Problem>
         (policy.source, policy.on_no_gateway) = (Source::Pools(Vec::new()), OnNoGateway::Drop);
     }
     if problems.iter().any(|problem| problem.field.starts_with("spec.destinationCIDRs[")) {
-        policy.destinations = vec![IpNet::V4(Default::default()), IpNet::V6(Default::default())];
+        policy.destinations = Family::ALL.map(Family::everything).to_vec();
     }
     (policy, problems)
 }
