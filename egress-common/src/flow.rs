@@ -209,8 +209,8 @@ map_type! {
         pub ifindex: u32,
         /// TCP flags seen from the pod, [`crate::tcp::seen`].
         pub state: u16,
-        /// Zero.
-        pub reserved: u16,
+        /// 1 if the pod opened the connection itself, which `existingConnections: Drop` cuts; else 0.
+        pub own: u16,
     } size 24
 }
 

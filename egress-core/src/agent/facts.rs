@@ -142,7 +142,7 @@ impl Facts {
     pub fn may_be_gateway(&self) -> bool {
         let snapshot = &self.objects.snapshot;
         let Some(n) = snapshot.nodes.get(&self.node) else { return false };
-        let by_pool = snapshot.pools.values().any(|p| p.nodes.matches(&n.labels));
+        let by_pool = snapshot.placements().any(|p| p.nodes.matches(&n.labels));
         let by_policy = snapshot.policies.values().any(|p| match &p.source {
             Source::Gateways(gateways) => gateways.iter().any(|g| {
                 let holds = !matches!(g.address, AddressSource::Configured(ip) if !n.has_address(ip));

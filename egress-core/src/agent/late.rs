@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_selected_pod_that_no_interface_leads_to_is_told() {
+    fn a_selected_pod_without_an_interface_is_reported() {
         let mut node = NodeFixture::new(&[("web", 2), ("other", 1)]);
         assert_eq!(node.at(0), (false, vec![]));
         assert_eq!(node.at(9), (false, vec![]));

@@ -66,7 +66,7 @@ pub struct LeaseWord {
 }
 
 impl Reach {
-    /// No other node carries what this node carries: it does not matter whether it is reached.
+    /// The initial state: no other node carries what this node carries, so it does not matter whether others reach it.
     pub fn new(times: ProbeTimes) -> Self {
         let (patience, later, quiet) =
             (times.interval * times.misses, times.interval * 3 / 2, times.quick() * times.misses);

@@ -200,31 +200,38 @@ fn policy(
         .filter(|(id, _)| endpoints.contains_key(id))
         .map(|(id, a)| (id.clone(), [Family::V4, Family::V6].iter().filter_map(|f| a.get(*f)).collect()))
         .collect();
-    PolicyView { flags, slots: slots(facts, decided, policy), assignments, unrecorded: false }
+    let (slots, waits) = slots(facts, decided, policy);
+    PolicyView { flags, slots, waits, assignments, unrecorded: false }
 }
 
 /// The slots of a policy. Those that new flows may choose have a carrier that answers and blocks that it knows, and
-/// come first by the policy's preferences.
-fn slots(facts: &Facts, decided: &Decided, policy: &Policy) -> Vec<SlotView> {
-    let users = facts.objects.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
-    let mut slots: Vec<(SlotView, Option<&NodeName>)> = users
-        .map(|(address, weight)| {
-            let usable = answers(facts, decided, address) && usable(facts, decided, address).next().is_some();
-            (SlotView { address, weight, usable }, decided.carriers.gateway(address))
-        })
-        .collect();
+/// come first by the policy's preferences. Also the families in which carriers answer, but this node has no blocks.
+fn slots(facts: &Facts, decided: &Decided, policy: &Policy) -> (Vec<SlotView>, BTreeSet<Family>) {
     let zone_of = |n: &NodeName| facts.objects.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
     let own_zone = zone_of(&facts.node);
     let near = |owner: Option<&NodeName>| own_zone.is_some() && owner.and_then(zone_of) == own_zone;
-    match policy.zone {
-        ZoneMode::Any => {}
-        ZoneMode::Prefer => prefer(&mut slots, near),
-        ZoneMode::Require => slots.iter_mut().for_each(|(s, owner)| s.usable &= near(*owner)),
+    let users = facts.objects.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
+    let mut waits = BTreeSet::new();
+    let mut slots = Vec::new();
+    for (address, weight) in users {
+        let owner = decided.carriers.gateway(address);
+        let answers = answers(facts, decided, address) && (policy.zone != ZoneMode::Require || near(owner));
+        let usable = answers && usable(facts, decided, address).next().is_some();
+        if answers && weight > 0 {
+            waits.insert(Family::of(address));
+        }
+        slots.push((SlotView { address, weight, usable }, owner));
+    }
+    for (slot, _) in slots.iter().filter(|(slot, _)| slot.usable && slot.weight > 0) {
+        waits.remove(&Family::of(slot.address));
+    }
+    if policy.zone == ZoneMode::Prefer {
+        prefer(&mut slots, near);
     }
     if policy.prefer_local_node {
         prefer(&mut slots, |owner| owner == Some(&facts.node));
     }
-    slots.into_iter().map(|(slot, _)| slot).collect()
+    (slots.into_iter().map(|(slot, _)| slot).collect(), waits)
 }
 
 /// Leaves only the slots usable that `first` holds for, if it holds for any usable one of the same family.
@@ -326,7 +333,7 @@ pub fn cut_off(facts: &Facts) -> BTreeMap<IpAddr, String> {
         })
     };
     let candidate = |e: &EgressIpPlan| match &e.pool {
-        Some(pool) => snapshot.pools.get(pool).map_or(e.carriers.contains(node), |p| p.nodes.matches(labels)),
+        Some(pool) => snapshot.placement(pool).map_or(e.carriers.contains(node), |p| p.nodes.matches(labels)),
         None => e.users.keys().any(by_policy),
     };
     let all = plan.egress_ips.iter().filter(|(_, e)| !e.fixed && candidate(e));

@@ -296,6 +296,18 @@ fn tenant_a_policy_of_a_namespace_takes_no_pod_out_of_a_cluster_scoped_one() {
     assert!(leaves(&world, &policy_id()) && !leaves(&world, &own));
 }
 
+#[test]
+fn a_node_that_has_no_blocks_yet_is_not_without_a_gateway() {
+    let mut world = FactsFixture::new();
+    let waits = |world: &FactsFixture| world.view().policies[&policy_id()].waits.clone();
+    assert_eq!(waits(&world), [].into(), "slots are usable");
+    world.plan.blocks.clear();
+    assert_eq!(waits(&world), [Family::V4].into());
+    world.probes = ["g1", "g2"].map(|gateway| (gateway.into(), ProbeState::Dead)).into();
+    world.partial = true;
+    assert_eq!(waits(&world), [].into(), "no gateway answers");
+}
+
 /// Gives an egress IP of the world these carriers.
 pub(super) fn carried_by(world: &mut FactsFixture, n: usize, carriers: &[&str]) {
     let e = world.egress(n);

@@ -49,7 +49,7 @@ impl Refused {
         };
         let policies = self.policies.iter().map(|(policy, overflow)| {
             let message = format!(
-                "{overflow}: what its pods send is dropped, also to some destinations of other policies; use fewer destinations or gateways"
+                "{overflow}: packets of its pods are dropped, even to some destinations of other policies; use fewer destinations or gateways"
             );
             trouble(policy, message)
         });
@@ -70,7 +70,7 @@ impl Refused {
     pub fn errors(&self) -> Option<String> {
         let overflow = self.excepts.values().next()?;
         Some(format!(
-            "{overflow}: policies take {} networks that should be left alone, like {}; name fewer and larger ones",
+            "{overflow}: policies apply to {} networks that should be excepted, such as {}; name fewer and larger ones",
             self.excepts.len(),
             self.excepts.keys().next()?
         ))
@@ -93,8 +93,8 @@ enum Blamed {
     Except(IpNet),
 }
 
-/// The policy that each route is due to, in a class each: the one that it leads to. One that leads to none is due to the policy that has
-/// what is around it, and excludes this.
+/// The policy that each route of a class exists for: the one that it leads to. A route that leads to none exists for the policy that has
+/// the prefix around it and excludes this one.
 fn owners<P: Copy>(routes: impl Iterator<Item = ((u32, IpNet), Option<P>)>) -> BTreeMap<(u32, IpNet), Option<P>> {
     let routes: BTreeMap<_, _> = routes.collect();
     let mut around: Vec<((u32, IpNet), Option<P>)> = Vec::new();
@@ -134,7 +134,7 @@ fn chunks(tables: &Tables) -> BTreeMap<u32, u32> {
 }
 
 /// Removes a policy's slots, and its record if it is that which does not fit. Whatever it steers is dropped, with as few entries as
-/// possible: what is around each of its destinations leads to it, the whole family where nothing is. So no other policy sends a packet that
+/// possible: the prefix around each of its destinations leads to it, or the whole family if there is none. So no other policy sends a packet that
 /// it steers, and the exclusions of no other one let it pass. What it excludes itself is dropped as well.
 fn refuse(view: &mut NodeView, policy: &PolicyId, table: Table) {
     if let Some(view) = view.policies.get_mut(policy) {
@@ -161,7 +161,7 @@ impl Encoder {
     /// [`encode`](Self::encode) of as much of the view as fits; the rest is removed from it. A policy that is refused drops what it
     /// steers, and what is around that ([`refuse`]).
     ///
-    /// Policies that grow are refused, the largest growth first, since what was there has fitted.
+    /// Policies that grow are refused, the largest growth first, since the present entries fit.
     pub fn fit(&mut self, view: &mut NodeView, present: &Tables) -> Result<(Tables, Refused), Overflow> {
         let mut refused = Refused::default();
         loop {
@@ -322,7 +322,7 @@ fn hold(config: DatapathConfig) -> DatapathConfig {
     DatapathConfig { flags: config.flags | flags::HOLD, ..config }
 }
 
-/// What is in the tables, but unknown sources are held: pods that are new, since nothing else can be written.
+/// The present tables, but with unknown sources held. Those are new pods, since nothing else can be written.
 pub fn held(present: &Tables) -> Tables {
     Tables { config: present.config.map(hold), ..present.clone() }
 }

@@ -105,6 +105,20 @@ fn policies_without_room_are_refused_and_drop() {
 }
 
 #[test]
+fn a_policy_that_waits_for_ports_does_not_leave_with_the_nodes_address() {
+    let mut view = policies(0..1);
+    let leaves = |view: &NodeView| {
+        let mut world = World::new();
+        world.write(view);
+        let records = world.present.policies.iter().map(|(key, policy)| (key.family, policy.leaves_as_node()));
+        records.collect::<Vec<_>>()
+    };
+    assert_eq!(leaves(&view), [(4, true), (6, true)]);
+    view.policies.get_mut(&id(0)).unwrap().waits = [Family::V4].into();
+    assert_eq!(leaves(&view), [(4, false), (6, true)]);
+}
+
+#[test]
 fn policies_are_replaced_by_as_many_in_two_steps() {
     let most = limits::MAX_POLICIES / 2;
     for (count, at_first) in [(1_025, 2), (most, most)] {

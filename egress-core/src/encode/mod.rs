@@ -15,7 +15,7 @@ use names::{class_name, hash_of};
 pub use names::{name_record, name_text};
 
 use crate::{
-    model::{Bandwidth, EndpointId, NodeName, PolicyId, SubnetInfo},
+    model::{Bandwidth, EndpointId, Family, NodeName, PolicyId, SubnetInfo},
     plan::maglev,
 };
 use chunks::Chunks;
@@ -23,7 +23,10 @@ use egress_common::{
     abi::{NameKey, name_kind},
     config::{self, DatapathConfig},
     egress::{BlockList, EgressIp, LOCAL_CARRIER, LeaseTable, Uplink, flags},
-    endpoint::{AssignmentKey, Checked, Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
+    endpoint::{
+        AssignmentKey, Checked, Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except,
+        policy_flags,
+    },
     limits, net, port_block,
 };
 use ipnet::IpNet;
@@ -67,6 +70,8 @@ pub struct PolicyView {
     pub flags: u32,
     /// Its slots, sorted by address.
     pub slots: Vec<SlotView>,
+    /// The families in which gateways answer, but this node has no blocks of its slots: `onNoGateway: NodeIP` does not apply.
+    pub waits: BTreeSet<Family>,
     /// Which egress IPs its endpoints are assigned to, under `PerEndpoint`.
     pub assignments: BTreeMap<EndpointId, BTreeSet<IpAddr>>,
     /// The tables have no record of it, for lack of room ([`fit`]), so the programs drop what leads to it.
@@ -341,13 +346,13 @@ impl Encoder {
                 enter(&mut tables.members, MemberKey { policy: index, egress }, member);
                 number += 1;
             }
-            for family in [4, 6] {
+            for (of, family) in Family::ALL.into_iter().zip([4, 6]) {
                 let key = PolicyKey { policy: index, family };
                 let table = self.maglev(policy, family);
                 let start = allocator.place(present, &key, &table, tables);
-                let seed = seed(id);
-                let table_len = table.len() as u32;
-                let record = Policy { flags: policy.flags, table: start, table_len, seed, check: 0 };
+                let (seed, table_len) = (seed(id), table.len() as u32);
+                let not_now = if policy.waits.contains(&of) { policy_flags::ON_NO_GATEWAY_NODE_IP } else { 0 };
+                let record = Policy { flags: policy.flags & !not_now, table: start, table_len, seed, check: 0 };
                 enter(&mut tables.policies, key, record);
             }
             for (endpoint, addresses) in &policy.assignments {

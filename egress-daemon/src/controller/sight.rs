@@ -98,7 +98,7 @@ pub fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgement> {
 
 /// After which delays an egress IP may go back to its preferred gateway.
 pub fn delays(snapshot: &Snapshot) -> BTreeSet<Duration> {
-    let of_pools = snapshot.pools.values().map(|pool| pool.failback);
+    let of_pools = snapshot.placements().map(|pool| pool.failback);
     let delay = |failback| match failback {
         Failback::Preferred { delay } => Some(delay),
         Failback::Never => None,

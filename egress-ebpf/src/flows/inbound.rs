@@ -1,13 +1,18 @@
 //! Connections that keep their path: the outside opened them to a pod, the pod had them open before a policy selected it, or they began while
-//! there was no gateway. A table of their own records them, so that their packets are left alone. It never refuses a record: the least recently used one is evicted.
+//! there was no gateway. A table of their own records them, so that their packets are left alone. It never refuses a record: the least recently
+//! used one is evicted.
 
 use crate::{
-    flows::{collect, key, recheck},
+    flows::{
+        collect, key,
+        recheck::{self, GONE, KEPT},
+    },
     headers::{
         fields::{Kind, L4Header, Part, proto},
         note,
         packet::{Packet, now_tick},
     },
+    source::gate,
     tables::{
         classify::{self, Class},
         datagram,
@@ -19,7 +24,7 @@ use crate::{
 };
 use egress_common::{
     config::DatapathConfig,
-    endpoint::Endpoint,
+    endpoint::{Endpoint, policy_flags},
     flow::{FlowKey, Inbound},
     tcp,
     verdict::{Counter, Verdict},
@@ -46,7 +51,7 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
         Kind::Query => {}
         _ => return Verdict::Pass,
     }
-    // A pod of this node that sends with a foreign address does not count as the outside, nor does a socket of the host. With its own
+    // A pod of this node that sends with a spoofed address does not count as the outside, nor does a socket of the host. With its own
     // address, which the gate has checked, a pod opens a flow like anyone else. A host's SYN counts: it may be that of a proxy which keeps
     // the address of its client, and the pod's own connections never take its record.
     let hosts = t.kind != Kind::Tcp && pkt.is_hosts();
@@ -70,24 +75,29 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     }
     // Only where a reply could be taken for a flow of a policy: nothing is kept for the cluster's own traffic.
     if let Class::Policy(_, endpoint) = classify::classify(config, key.src, key.dst) {
-        leave_alone::<F>(pkt, generation, &key, &endpoint, 0);
+        leave_alone::<F>(pkt, generation, &key, &endpoint, Opener::Outside);
     }
     Verdict::Pass
 }
 
+/// Who opened a connection that is left alone.
+pub enum Opener {
+    /// The outside.
+    Outside,
+    /// The pod: the flags of its segment.
+    Pod(u8),
+}
+
 /// Records a connection that is to be left alone according to the tables of this generation.
 #[inline(always)]
-pub fn leave_alone<F: Family>(pkt: &Packet, generation: u32, key: &FlowKey<F>, endpoint: &Endpoint, state: u16) {
+pub fn leave_alone<F: Family>(pkt: &Packet, generation: u32, key: &FlowKey<F>, endpoint: &Endpoint, opener: Opener) {
     let now = now_tick();
-    let record = Inbound {
-        last_seen: now,
-        created: now,
-        generation,
-        endpoint: endpoint.id,
-        ifindex: pkt.ifindex(),
-        state,
-        reserved: 0,
+    let (state, own) = match opener {
+        Opener::Outside => (0, 0),
+        Opener::Pod(flags) => (tcp::advance(0, flags), 1),
     };
+    let record =
+        Inbound { last_seen: now, created: now, generation, endpoint: endpoint.id, ifindex: pkt.ifindex(), state, own };
     trace::note(Step::Remembered, 0, 0);
     if F::inbound().insert(key, record, 0).is_ok() {
         stats::count(Counter::Untouched);
@@ -102,41 +112,59 @@ fn touch(record: &mut Inbound) {
     }
 }
 
-/// Whether a pod's packet without a flow belongs to a record that was made or checked under the present tables, at the interface
-/// that the gate has verified.
-#[inline(always)]
-pub fn is_known<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>) -> bool {
-    match F::inbound().get_ptr_mut(key) {
-        Some(record) => {
-            // SAFETY: as in `remember`.
-            let record = unsafe { &mut *record };
-            let same = record.generation == config.generation && record.ifindex == pkt.ifindex();
-            same && goes_on::<F>(config, t, key, record)
-        }
-        None => false,
-    }
+/// What is known of a pod's packet without a flow.
+pub enum Known {
+    /// There is no record.
+    No,
+    /// There is one, which was made under other tables: [`renew`] has to look at it first.
+    Perhaps,
+    /// It belongs to a record that was made or renewed under the present tables, at the interface that the gate has verified.
+    LeftAlone,
 }
 
-/// The same under new tables: whether the record belongs to the pod that has the address now. If not, the record is removed.
+/// Looks for the record of a pod's packet. One that the packet does not continue is removed.
 #[inline(always)]
-pub fn is_of<F: Family>(
-    pkt: &Packet,
-    config: &DatapathConfig,
-    generation: u32,
-    t: &L4Header,
-    key: &FlowKey<F>,
-    endpoint: &Endpoint,
-) -> bool {
-    let Some(record) = F::inbound().get_ptr_mut(key) else { return false };
+pub fn look<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>) -> Known {
+    let Some(record) = F::inbound().get_ptr_mut(key) else { return Known::No };
     // SAFETY: as in `remember`.
     let record = unsafe { &mut *record };
-    if record.endpoint == endpoint.id && goes_on::<F>(config, t, key, record) {
-        record.generation = generation;
-        record.ifindex = pkt.ifindex();
-        return true;
+    if record.generation != config.generation || record.ifindex != pkt.ifindex() {
+        return Known::Perhaps;
+    }
+    if goes_on::<F>(config, t, key, record) {
+        return Known::LeftAlone;
     }
     let _ = F::inbound().remove(key);
-    false
+    Known::No
+}
+
+/// A packet with a record that was made under other tables: [`KEPT`] if the record belongs to the pod that has the address now, and the policy
+/// that the packet is under now does not cut it (`existingConnections: Drop`). Otherwise [`GONE`], without the record, or a verdict's
+/// bits.
+///
+/// Few packets come here, so it is a step of its own, like [`recheck`].
+#[inline(always)]
+pub fn renew<F: Family>(pkt: &Packet) -> u64 {
+    let Some(config) = CONFIG.get(0) else { return GONE };
+    let (ip, t) = match gate::packet::<F>(pkt, config) {
+        Ok(headers) => headers,
+        Err(counter) => return Verdict::Drop(counter).to_bits(),
+    };
+    let key = key::of_pod(&ip, &t);
+    let Some(record) = F::inbound().get_ptr_mut(&key) else { return GONE };
+    // SAFETY: as in `remember`.
+    let record = unsafe { &mut *record };
+    let generation = recheck::generation(config);
+    let Class::Policy(policy, endpoint) = classify::classify(config, ip.src, ip.dst) else { return GONE };
+    let is_cut = record.own != 0
+        && classify::policy::<F>(policy).is_some_and(|policy| policy.flags & policy_flags::EXISTING_DROP != 0);
+    if record.endpoint == endpoint.id && !is_cut {
+        record.generation = generation;
+        record.ifindex = pkt.ifindex();
+        return KEPT;
+    }
+    let _ = F::inbound().remove(&key);
+    GONE
 }
 
 /// Whether the packet continues the record's connection: it opens nothing of the pod's own, and the record has not been idle for too
@@ -174,4 +202,8 @@ fn goes_on<F: Family>(config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, r
 #[inline(always)]
 fn is_from_tunnel(config: &DatapathConfig, t: &L4Header) -> bool {
     t.kind == Kind::Udp && u16::from_be(t.src_port) as u32 == config.tunnel_port
+}
+
+once! {
+    renew(renew_v4, renew_v6) = renew();
 }

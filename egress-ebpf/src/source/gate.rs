@@ -36,7 +36,7 @@ pub fn packet<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Result<(Ip<F>
     if is_for_tunnel(config, &t) {
         return Err(Counter::DropTunnelPort);
     }
-    let t = t.hidden(pkt.len());
+    let (ip, t) = (ip.hidden(pkt.len()), t.hidden(pkt.len()));
     // SAFETY: read only.
     if unsafe { F::egress_index().get(ip.src) }.is_some() {
         return Err(Counter::DropForged);

@@ -67,6 +67,9 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
         if verdict != Verdict::Pass.to_bits() {
             return verdict;
         }
+        if ip.part == Part::First {
+            once::keep::<F>(pkt);
+        }
     }
     if pkt.ifindex() == config.tunnel_ifindex {
         // The agent's probes are sent from here; the device drops packets without a tunnel key.
@@ -209,12 +212,18 @@ pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
         return translated::send::<F>(pkt, config, &ip, &t, &taken, false).to_bits();
     }
     let left_alone = F::inbound().get_ptr(&key).is_some();
-    let verdict = if left_alone { Verdict::Pass } else { unguarded::<F>(pkt, config, &ip, &t) };
-    let has_ports = matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer);
-    if ip.part == Part::First && has_ports && matches!(verdict, Verdict::Pass) {
+    if left_alone { Verdict::Pass } else { unguarded::<F>(pkt, config, &ip, &t) }.to_bits()
+}
+
+/// Keeps the ports of a first fragment that is left alone. A step of its own: in [`caught`], the verifier would follow each path through it.
+#[inline(always)]
+pub fn keep<F: Family>(pkt: &Packet) -> u64 {
+    let Ok(ip) = F::parse(pkt) else { return 0 };
+    let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
+    if matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
         datagram::keep(&ip, &t);
     }
-    verdict.to_bits()
+    0
 }
 
 /// A packet of no flow. `pod_egress` leaves some that match a policy alone: the same here.
@@ -240,5 +249,6 @@ once! {
     has_egress_ip(has_egress_ip_v4, has_egress_ip_v6) = has_egress_ip();
     as_egress_ip(as_egress_ip_v4, as_egress_ip_v6) = as_egress_ip(index: u32);
     caught(caught_v4, caught_v6) = caught(checked: u32);
+    keep(keep_v4, keep_v6) = keep();
     behind_tags(behind_tags_v4, behind_tags_v6) = behind_tags(l3: u32);
 }

@@ -2,7 +2,9 @@
 
 use crate::{
     flows::{
-        collect, ended, firewall, inbound, key,
+        collect, ended, firewall,
+        inbound::{self, Known, Opener},
+        key,
         ports::{self, EEXIST},
         recheck,
         table::{Taken, enter, mend_reverse, remove, reverse_key, reverse_value, taken, ticket},
@@ -46,9 +48,11 @@ const ASK: u64 = u64::MAX - 4;
 /// What both return for a fragment that waits for its first one, or that others wait for.
 const GATHER: u64 = u64::MAX - 3;
 /// What both return for the first fragment of a datagram that is left alone: its later ones find its ports.
-const ALONE: u64 = u64::MAX - 8;
+const ALONE: u64 = u64::MAX - 9;
 /// What [`established`] returns for a flow that must be checked first.
 const CHECK: u64 = u64::MAX - 7;
+/// What it returns for the record of a packet that is perhaps left alone, which must be renewed first.
+const RENEW: u64 = u64::MAX - 8;
 
 /// What is known of the flow of a packet before it is looked up: nothing.
 const ANY: u32 = 0;
@@ -99,7 +103,7 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet of a flow that is in the table, if need be after a check of the flow.
+/// A packet of a flow that is in the table, or of a connection that is left alone; if need be after a check of its record.
 #[inline(always)]
 fn checked<F: Family>(pkt: &Packet, known: u32) -> u64 {
     let verdict = match once::established::<F>(pkt, known) {
@@ -108,10 +112,15 @@ fn checked<F: Family>(pkt: &Packet, known: u32) -> u64 {
             recheck::GONE => UNKNOWN,
             dropped => dropped,
         },
+        RENEW => match inbound::once::renew::<F>(pkt) {
+            recheck::KEPT => once::established::<F>(pkt, known),
+            recheck::GONE => UNKNOWN,
+            dropped => dropped,
+        },
         verdict => verdict,
     };
-    // Another interface's flow has taken its place meanwhile.
-    if verdict == CHECK { Verdict::Drop(Counter::DropSevered).to_bits() } else { verdict }
+    // Another interface's flow or record has taken its place meanwhile.
+    if verdict == CHECK || verdict == RENEW { Verdict::Drop(Counter::DropSevered).to_bits() } else { verdict }
 }
 
 /// The first packet of a flow. Before it is refused for lack of room, ended flows are removed.
@@ -156,17 +165,23 @@ pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return UNKNOWN };
     let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
-    // An answer belongs to what the outside has asked, never to the pod's own query with the same identifier.
-    if !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query) {
+    // The search for the ports of a later fragment would leave a path that knows it to be one, and with it another one through all that follows.
+    let ip = ip.hidden(pkt.len());
+    if !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
         return UNKNOWN;
     }
     let key = key::of_pod(&ip, &t);
-    let Some(flow) = F::flows().get_ptr_mut(&key) else {
-        if !inbound::is_known::<F>(pkt, config, &t, &key) {
-            return UNKNOWN;
-        }
-        trace::note(Step::LeftAlone, 0, 0);
-        return alone(&ip).to_bits();
+    // An answer belongs to what the outside has asked, never to the pod's own query with the same identifier.
+    let flow = if t.kind == Kind::Answer { None } else { F::flows().get_ptr_mut(&key) };
+    let Some(flow) = flow else {
+        return match inbound::look::<F>(pkt, config, &t, &key) {
+            Known::No => UNKNOWN,
+            Known::Perhaps => RENEW,
+            Known::LeftAlone => {
+                trace::note(Step::LeftAlone, 0, 0);
+                alone(&ip).to_bits()
+            }
+        };
     };
     // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
     let flow = unsafe { &mut *flow };
@@ -260,10 +275,6 @@ fn unknown<F: Family>(
         Class::Held => return Err(Verdict::Drop(Counter::DropHeld)),
         Class::Policy(index, endpoint) => (index, endpoint),
     };
-    if inbound::is_of::<F>(pkt, config, generation, t, key, &endpoint) {
-        trace::note(Step::LeftAlone, 0, 0);
-        return Err(alone(ip));
-    }
     trace::note(Step::Policy, index, 0);
     let Some(policy) = classify::policy::<F>(index) else { return Err(Verdict::Drop(Counter::DropNoPolicy)) };
     match t.kind {
@@ -283,7 +294,7 @@ fn unknown<F: Family>(
             trace::note(Step::AsNode, 0, 0);
             if t.kind == Kind::Tcp && policy.flags & policy_flags::EXISTING_DROP == 0 {
                 // It stays on its path when a gateway is back.
-                inbound::leave_alone::<F>(pkt, generation, key, &endpoint, tcp::advance(0, t.flags));
+                inbound::leave_alone::<F>(pkt, generation, key, &endpoint, Opener::Pod(t.flags));
             }
             return Err(alone(ip));
         }
@@ -318,7 +329,7 @@ fn stray<F: Family>(
         // All of them are dropped, resets too.
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
-    inbound::leave_alone::<F>(pkt, generation, key, endpoint, tcp::advance(0, t.flags));
+    inbound::leave_alone::<F>(pkt, generation, key, endpoint, Opener::Pod(t.flags));
     alone(ip)
 }
 

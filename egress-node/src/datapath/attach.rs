@@ -289,7 +289,7 @@ fn attach_tcx(
             let own = program.info()?.id();
             match first_tcx(interface, direction) {
                 Some(first) if first != own => {
-                    tracing::warn!("program {first} was before ours at {interface}: ours is put first again");
+                    tracing::warn!("program {first} was ahead of ours at {interface}: moving ours to the front");
                 }
                 _ => return Ok(()),
             }

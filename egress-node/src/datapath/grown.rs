@@ -45,7 +45,7 @@ pub fn set_aside(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError>
             let (found, wanted) = (shape(found), shape(wanted));
             return Err(LoadError::OtherShape { path, root: pins.root().to_path_buf(), found, wanted });
         }
-        tracing::info!("{name} has grown since an older version made it: its entries are carried over");
+        tracing::info!("map {name} of an older version has shorter records: carrying its entries over");
         grown.push(path);
     }
     // The ports first: an agent that is killed here must not leave them to the older programs.

@@ -161,7 +161,7 @@ pub enum LoadError {
     #[error("the kernel does not report the resolution of CLOCK_MONOTONIC_COARSE: {0}")]
     Clock(Errno),
     /// The collector's timer was not armed.
-    #[error("the collector of idle flows does not start: {0}")]
+    #[error("the garbage collector cannot be started: {0}")]
     Collector(Errno),
 }
 

@@ -166,7 +166,7 @@ impl<S: Sink> MapUpdate<'_, S> {
         self.add::<Accounts>()?;
         *recheck |= self.add::<Members>()?;
         self.add::<Maglev>()?;
-        self.add::<Policies>()?;
+        *recheck |= self.add::<Policies>()?;
         self.add::<Assignments>()?;
         // The settings come before the endpoints: a known pod needs a tunnel to send to.
         let config = self.configure(*generation)?;

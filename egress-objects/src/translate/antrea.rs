@@ -147,7 +147,8 @@ fn list(
     one.into_iter().chain(several).collect()
 }
 
-/// All destinations, in the families of its addresses; in both while its pools are not known.
+/// All destinations, in the families of its addresses. A pool that is not known, or cannot be understood, may have both: while the Egress keeps
+/// an address of it, packets of that family must not leave with the node's.
 fn destinations(source: &Source, pools: &BTreeMap<PoolId, Pool>) -> Vec<IpNet> {
     let mut families: BTreeSet<Family> = BTreeSet::new();
     match source {
@@ -157,9 +158,12 @@ fn destinations(source: &Source, pools: &BTreeMap<PoolId, Pool>) -> Vec<IpNet> {
         })),
         Source::Pools(requests) => {
             for request in requests {
+                if request.ips.is_empty() {
+                    let pool = pools.get(&request.pool);
+                    let serves = |family: &Family| pool.is_none_or(|pool| pool.serves(*family));
+                    families.extend(Family::ALL.into_iter().filter(serves));
+                }
                 families.extend(request.ips.iter().map(|ip| Family::of(*ip)));
-                let pool = pools.get(&request.pool).filter(|_| request.ips.is_empty());
-                families.extend(Family::ALL.into_iter().filter(|family| pool.is_some_and(|pool| pool.serves(*family))));
             }
         }
     }

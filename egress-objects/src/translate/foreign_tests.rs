@@ -128,6 +128,11 @@ fn an_egress_takes_its_addresses_from_nodes_pools_or_both() {
         (json!({"externalIPPool": "a", "egressIP": ""}), vec![of_pool("a", 1, &[])], "0.0.0.0/0"),
         (json!({"externalIPPool": "b"}), vec![of_pool("b", 1, &[])], "0.0.0.0/0 ::/0"),
         (json!({"externalIPPool": "missing"}), vec![of_pool("missing", 1, &[])], "0.0.0.0/0 ::/0"),
+        (
+            json!({"externalIPPools": ["a", "missing"]}),
+            vec![of_pool("a", 1, &[]), of_pool("missing", 1, &[])],
+            "0.0.0.0/0 ::/0",
+        ),
         (json!({"externalIPPool": "b", "egressIP": "2001:db8::5"}), vec![of_pool("b", 1, &["2001:db8::5"])], "::/0"),
         (json!({"externalIPPools": ["b", "a"]}), vec![of_pool("a", 1, &[]), of_pool("b", 1, &[])], "0.0.0.0/0 ::/0"),
         (

@@ -51,8 +51,7 @@ pub fn view() -> NodeView {
     let web = PolicyView {
         flags: 0,
         slots: vec![slot("192.0.2.10", true), slot("192.0.2.11", true), slot("192.0.2.12", false)],
-        assignments: Default::default(),
-        unrecorded: false,
+        ..PolicyView::default()
     };
     view.policies.insert(policy("web"), web);
     let pinned = [ip("192.0.2.20")].into();
@@ -60,7 +59,7 @@ pub fn view() -> NodeView {
         flags: policy_flags::PER_ENDPOINT | policy_flags::ON_NO_GATEWAY_NODE_IP | policy_flags::EXISTING_DROP,
         slots: vec![slot("192.0.2.20", true)],
         assignments: [(EndpointId::new("prod", "pin-0", "uid"), pinned)].into(),
-        unrecorded: false,
+        ..PolicyView::default()
     };
     view.policies.insert(policy("pin"), pin);
     let net = |text: &str| text.parse().unwrap();

@@ -53,7 +53,7 @@ fn no_pod_reaches_the_tunnels_port_whatever_its_destination() {
 
 /// docs/failures.md: forged-encap. The port must not be hidden behind headers that the programs do not read.
 #[test]
-fn what_cannot_be_read_up_to_a_udp_header_passes_from_no_pod() {
+fn pod_packets_that_cannot_be_read_up_to_udp_are_dropped() {
     let Some(mut rig) = rig("gate-unreadable", 0) else { return };
     for (pod, server) in [(STRANGER, SERVER4), ("fd00:1::3", SERVER6)].map(|(a, b)| (addr(a), addr(b))) {
         let whole = ip(pod, server, UDP, &[], &udp(1, TUNNEL_PORT, b""));

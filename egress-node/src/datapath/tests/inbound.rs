@@ -276,6 +276,31 @@ fn what_leaves_with_the_nodes_address_does_so_in_fragments_and_after_its_first_s
 }
 
 #[test]
+fn existing_connections_drop_cuts_what_the_pod_had_opened_before_and_nothing_else() {
+    let mut without = scene();
+    for policy in without.policies.values_mut() {
+        policy.slots.clear();
+        policy.flags = policy_flags::ON_NO_GATEWAY_NODE_IP;
+    }
+    let mut cuts = scene();
+    cuts.policies.values_mut().for_each(|policy| policy.flags = policy_flags::EXISTING_DROP);
+    let Some(mut rig) = Reused::new("existing-drop", &without) else { return };
+    for (pod, server) in POD.into_iter().zip(SERVER) {
+        let (pod, server) = (addr(pod), addr(server));
+        let from_pod = |ports: (u16, u16), flags| seal(ip(pod, server, TCP, &[], &tcp(ports.0, ports.1, flags, &[])));
+        let asked = seal(ip(server, pod, TCP, &[], &tcp(50_000, 8080, SYN, &[])));
+        assert_eq!(rig.run("pod_ingress", &asked).0, NEXT);
+        assert_eq!(rig.run("pod_egress", &from_pod((40_000, 443), SYN)).0, NEXT);
+        rig.write(&scene());
+        assert_eq!(rig.run("pod_egress", &from_pod((40_000, 443), ACK)).0, NEXT, "a gateway is back");
+        rig.write(&cuts);
+        rig.dropped("pod_egress", &from_pod((40_000, 443), ACK), Counter::DropUnknownFlow);
+        assert_eq!(rig.run("pod_egress", &from_pod((8080, 50_000), SYN | ACK)).0, NEXT, "the outside opened it");
+        rig.write(&without);
+    }
+}
+
+#[test]
 fn a_pods_own_ping_and_one_from_outside_with_its_identifier_do_not_take_each_others_way() {
     let Some(mut rig) = Reused::new("inbound-ping", &scene()) else { return };
     for (pod, server) in POD.into_iter().zip(SERVER) {

@@ -43,11 +43,11 @@ pub struct Dropped {
 pub fn dropped() -> Vec<Dropped> {
     let Ok(counters) = nft::counters(TABLE) else { return Vec::new() };
     let of = |counter: &str| counters.get(counter).map_or(0, |counted| counted.packets);
-    let held = "packets that no program had seen while a selected pod was starting (rule of nftables)";
-    let astray = "first packets of flows that would have left by an interface without our program (rule of nftables)";
-    let forged = "packets for the UDP port of the nodes' tunnels that came in where pods may be (rule of nftables)";
-    let looped = "packets of this host's sockets to its own tunnel port (rule of nftables)";
-    let copied = "a gateway's copies of packets for leased ports of its own address, of nothing that it masquerades (rule of nftables)";
+    let held = "packets that no program had seen while a selected pod was starting (nftables rule)";
+    let astray = "first packets of flows that would have left by an interface without our program (nftables rule)";
+    let forged = "packets for the UDP port of the nodes' tunnels from interfaces that may be pods' (nftables rule)";
+    let looped = "packets of this host's sockets to its own tunnel port (nftables rule)";
+    let copied = "a gateway's copies of packets for leased ports of its own address that belong to nothing it masquerades (nftables rule)";
     vec![
         Dropped { name: "drop_forward_tunnel_port", help: forged, packets: of(FORGED) },
         Dropped { name: "drop_not_seen", help: held, packets: of(HELD) },
