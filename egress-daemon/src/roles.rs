@@ -8,7 +8,7 @@ use egress_daemon::{
     config::Config,
     controller::{self, ControllerConfig, ControllerReport},
     flowlog::{
-        Counts, LogWriter, Mode,
+        Counts, LogWriter,
         export::{Exporters, Uploads},
         flows,
     },
@@ -111,10 +111,7 @@ pub async fn agent(
     let _writer =
         LogWriter::start(&config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log), exporters.clone());
     let flow_log = Arc::new(Counts::default());
-    let _follower = match config.flow_log.mode {
-        Mode::Flows => Some(flows::Follower::start(watching, Arc::clone(&flow_log))?),
-        Mode::Off | Mode::Leases => None,
-    };
+    let _follower = flows::Follower::start(watching, Arc::clone(&flow_log))?;
     // The socket is a convenience: the datapath works without it.
     let server = AdminServer::start(&files.socket(), published.clone(), tracer.routes());
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();

@@ -4,7 +4,7 @@
 //! journal is removed once its segment exists. So a crash leaves either or both, and loses only what was not yet synced.
 //! A journal that cannot become a segment stays, and is tried again before newer ones.
 
-use super::{Limits, journal, segment};
+use super::{Limits, journal, micros, segment};
 use egress_core::leaselog::LeaseRecord;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
@@ -29,7 +29,7 @@ pub enum LogError {
         source: io::Error,
     },
     /// A segment.
-    #[error("{} is no segment of a log: {source}: remove it", path.display())]
+    #[error("{} is not a log segment: {source}: remove it", path.display())]
     Segment {
         /// The file.
         path: PathBuf,
@@ -96,9 +96,7 @@ impl<E: Entry> Log<E> {
     pub fn open(limits: Limits, at: i64) -> Result<Self, LogError> {
         let directory = &limits.directory;
         DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed(directory))?;
-        for path in of_kind(directory, PART)?.iter().filter(|path| number(path).is_some()) {
-            fs::remove_file(path).map_err(failed(path))?;
-        }
+        remove_parts(directory)?;
         // Files keep their order even if the clock was set back.
         let name = all(directory)?.last().map_or(at, |(last, _)| at.max(last + 1));
         Self::begin(limits, name, at)
@@ -153,7 +151,7 @@ impl<E: Entry> Log<E> {
     /// segments are exported after older ones.
     pub fn tidy(&self, at: i64) -> Result<(), LogError> {
         // First: that may make the room that the rest needs.
-        let expired = expire(&self.limits, at);
+        let expired = expire(&self.limits, at, Some(&self.path));
         // How the log ends is in the journal before, until this one says it.
         if self.records == 0 {
             return expired;
@@ -165,23 +163,40 @@ impl<E: Entry> Log<E> {
     }
 }
 
-/// Removes files that are too old, and the oldest while all together are too large. The last one stays.
-pub(super) fn expire(limits: &Limits, now: i64) -> Result<(), LogError> {
-    if !limits.directory.exists() {
+/// Removes files that are too old, and the oldest while all together are too large. The last one goes only by its age, and `current`,
+/// which is being written, never. Without it the log is not open, and what is left of incomplete segments goes, too.
+pub(super) fn expire(limits: &Limits, now: i64, current: Option<&Path>) -> Result<(), LogError> {
+    let directory = &limits.directory;
+    if !directory.exists() {
         return Ok(());
     }
     let retention = i64::try_from(limits.retention.as_micros()).unwrap_or(i64::MAX);
-    let files = all(&limits.directory)?;
+    let is_old = |end: i64| now.saturating_sub(end) > retention;
+    let files = all(directory)?;
     let sizes: Vec<u64> = files.iter().map(|(_, path)| path.metadata().map_or(0, |data| data.len())).collect();
     let mut total: u64 = sizes.iter().sum();
     for (place, (_, path)) in files.iter().enumerate() {
-        // A file ends where the next one begins.
-        let Some((end, _)) = files.get(place + 1) else { break };
-        if now.saturating_sub(*end) <= retention && total <= limits.bytes {
+        let goes = match files.get(place + 1) {
+            // A file ends where the next one begins.
+            Some((end, _)) => is_old(*end) || total > limits.bytes,
+            None => path.metadata().and_then(|data| data.modified()).is_ok_and(|written| is_old(micros(written))),
+        };
+        if !goes || current == Some(path.as_path()) {
             break;
         }
         fs::remove_file(path).map_err(failed(path))?;
         total -= sizes[place];
+    }
+    if current.is_none() {
+        remove_parts(directory)?;
+    }
+    Ok(())
+}
+
+/// Removes segments that a process did not complete before it ended.
+fn remove_parts(directory: &Path) -> Result<(), LogError> {
+    for path in of_kind(directory, PART)?.iter().filter(|path| number(path).is_some()) {
+        fs::remove_file(path).map_err(failed(path))?;
     }
     Ok(())
 }

@@ -2,11 +2,15 @@
 //! too old goes, even while nothing can be written or no log is open.
 
 use super::files::{Entry, expire};
-use super::{Instant, Limits, Log, LogError};
+use super::{Instant, Limits, Log, LogError, now};
 use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
 /// How soon what has failed is tried again, apart from writing, in microseconds.
 const PAUSE: Instant = 60_000_000;
+/// How often a log that the mode switches off is tended.
+const IDLE: Duration = Duration::from_secs(10);
 
 /// The greatest length of a journal.
 #[derive(Clone, Copy, Debug)]
@@ -104,11 +108,21 @@ impl<E: Entry> Keeper<E> {
         }
     }
 
-    /// Removes what is too old, at most once a minute.
+    /// Instead of a log that the mode switches off: only removes what is too old, as long as there may be something.
+    pub(super) fn idle(mut self, stopped: &Receiver<()>) {
+        while self.directory().exists() {
+            self.tend(now());
+            if stopped.recv_timeout(IDLE) != Err(RecvTimeoutError::Timeout) {
+                break;
+            }
+        }
+    }
+
+    /// Removes what is too old of a log that is not open, at most once a minute.
     fn expire(&mut self, at: Instant) {
         let (tidied, is_untidy) = self.tidied;
         if (at - tidied).abs() >= PAUSE {
-            let result = expire(&self.limits, at);
+            let result = expire(&self.limits, at, None);
             self.tidied = (at, result.is_err());
             self.report(result, is_untidy);
         }

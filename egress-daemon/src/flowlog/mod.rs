@@ -79,5 +79,9 @@ pub type Instant = i64;
 
 /// The current time.
 pub fn now() -> Instant {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as Instant)
+    micros(SystemTime::now())
+}
+
+fn micros(time: SystemTime) -> Instant {
+    time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as Instant)
 }

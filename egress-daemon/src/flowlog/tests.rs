@@ -2,10 +2,12 @@
 
 use super::*;
 use egress_core::leaselog::{LeaseEvent, LeaseRecord, PortLease};
+use egress_node::datapath::Pins;
 use proptest::prelude::*;
 use std::fs;
 use std::io::Write as _;
 use std::path::Path;
+use std::sync::Arc;
 
 fn lease() -> impl Strategy<Value = PortLease> {
     let address = prop_oneof![
@@ -145,6 +147,13 @@ fn old_segments_go_and_the_oldest_where_all_are_too_large() {
     assert_eq!(names(&limits), ["00000000000120000000.journal"]);
 }
 
+/// Dates the last write of the journal that began at a second.
+fn date(limits: &Limits, began: i64, written: u64) {
+    let path = limits.directory.join(format!("{:020}.journal", began * 1_000_000));
+    let journal = fs::OpenOptions::new().append(true).open(path).unwrap();
+    journal.set_modified(UNIX_EPOCH + Duration::from_secs(written)).unwrap();
+}
+
 /// A keeper of journals of two records besides their beginning, which is one.
 fn keeper(limits: &Limits) -> keeper::Keeper<LeaseRecord> {
     keeper::Keeper::new(limits.clone(), "tests", keeper::Longest { records: 2, age: i64::MAX })
@@ -180,6 +189,7 @@ fn a_log_that_cannot_be_begun_still_removes_what_is_too_old() {
     rotate(&mut log, 10);
     rotate(&mut log, 50);
     drop(log);
+    date(&limits, 50, 75);
     // A directory is no file that could be removed, so no log begins.
     let obstacle = limits.directory.join("00000000000000000001.part");
     fs::create_dir(&obstacle).unwrap();
@@ -189,8 +199,57 @@ fn a_log_that_cannot_be_begun_still_removes_what_is_too_old() {
     // Nor does anybody have to try.
     keeper.tend(172_000_000);
     assert_eq!(all(&limits), [alive(50)]);
+    keeper.tend(232_000_000);
+    assert_eq!(all(&limits), []);
     fs::remove_dir(obstacle).unwrap();
-    assert!(keeper.open(172_000_000));
+    assert!(keeper.open(232_000_000));
+}
+
+#[test]
+fn the_last_file_goes_with_its_age_unless_it_is_being_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let limits = limits(directory.path());
+    let mut log = open(&limits, 1);
+    log.append(&[alive(1)]).unwrap();
+    rotate(&mut log, 10);
+    date(&limits, 10, 20);
+    log.tidy(1_000_000_000).unwrap();
+    assert_eq!(names(&limits), ["00000000000010000000.journal"]);
+    drop(log);
+    // Its process was killed in the middle of a segment, and no other one opens the log.
+    fs::write(limits.directory.join("00000000000010000000.part"), "PAR1").unwrap();
+    let mut keeper = keeper(&limits);
+    keeper.tend(120_000_000);
+    assert_eq!(names(&limits), ["00000000000010000000.journal"]);
+    keeper.tend(180_000_000);
+    assert!(names(&limits).is_empty(), "{:?}", names(&limits));
+}
+
+#[test]
+fn a_log_of_flows_that_is_switched_off_still_removes_what_is_too_old() {
+    for mode in [Mode::Leases, Mode::Off] {
+        let directory = tempfile::tempdir().unwrap();
+        let limits = limits(directory.path());
+        let mut log = open(&limits, 1);
+        log.append(&[alive(1)]).unwrap();
+        rotate(&mut log, 10);
+        drop(log);
+        let settings = flows::Settings {
+            config: FlowLog { mode, retention: limits.retention, ..FlowLog::default() },
+            directory: limits.directory.clone(),
+            node: "w1".into(),
+            pins: Pins::new(directory.path()),
+            kept: true,
+            exporters: export::Exporters::default(),
+        };
+        let run = || drop(flows::Follower::start(settings.clone(), Arc::default()).unwrap());
+        run();
+        // The last one was written just now.
+        assert_eq!(names(&limits), ["00000000000010000000.journal"], "{mode:?}");
+        date(&limits, 10, 20);
+        run();
+        assert!(names(&limits).is_empty(), "{mode:?}: {:?}", names(&limits));
+    }
 }
 
 #[test]

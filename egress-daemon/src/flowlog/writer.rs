@@ -40,7 +40,7 @@ pub struct LogWriter {
 }
 
 impl LogWriter {
-    /// Starts the thread, unless nothing is to be written. `directory` is the log's own.
+    /// Starts the thread. If the log is switched off, it only removes what is too old. `directory` is the log's own.
     pub fn start(
         config: &FlowLog,
         directory: PathBuf,
@@ -49,13 +49,14 @@ impl LogWriter {
         counts: Arc<Counts>,
         exporters: Exporters,
     ) -> Option<Self> {
-        if config.mode == Mode::Off {
-            return None;
-        }
         let limits = Limits { directory, retention: config.retention, bytes: MAX_BYTES };
         let follower = Follower::new(limits, node, store.clone(), counts);
         let telling = Telling::new(node, store, exporters);
-        let worker = Worker::start("flowlog", move |stopped| run(follower, telling, &stopped));
+        let mode = config.mode;
+        let worker = Worker::start("flowlog", move |stopped| match mode {
+            Mode::Off => follower.keeper.idle(&stopped),
+            Mode::Leases | Mode::Flows => run(follower, telling, &stopped),
+        });
         let worker = worker.inspect_err(|error| tracing::error!("cannot start the thread that logs leases: {error}"));
         worker.ok().map(|worker| Self { _worker: worker })
     }

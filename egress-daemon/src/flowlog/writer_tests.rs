@@ -105,6 +105,26 @@ async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
 }
 
 #[tokio::test]
+async fn a_log_that_is_switched_off_still_removes_what_is_too_old() {
+    let mut world = LogFixture::new();
+    world.gateway("gw1").await;
+    world.look(1);
+    let config = FlowLog { mode: Mode::Off, ..FlowLog::default() };
+    let run = || {
+        let (store, exporters) = (world.store.clone(), Exporters::default());
+        drop(LogWriter::start(&config, world.log(), "gw1", store, Arc::default(), exporters));
+    };
+    run();
+    // It was written just now.
+    assert_eq!(world.written(), [(1, LeaseEvent::Started)]);
+    let journal = world.log().join("00000000000001000000.journal");
+    let journal = std::fs::OpenOptions::new().append(true).open(journal).unwrap();
+    journal.set_modified(std::time::UNIX_EPOCH).unwrap();
+    run();
+    assert!(world.written().is_empty(), "{:?}", world.written());
+}
+
+#[tokio::test]
 async fn records_lost_to_a_full_disk_are_counted_and_logged() {
     let mut world = LogFixture::new();
     world.gateway("gw1").await;

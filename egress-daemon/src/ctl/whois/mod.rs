@@ -50,7 +50,7 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
     let now = flowlog::now();
     let at = options.at.unwrap_or(Moment { from: now, until: now });
     if at.from > now + SLACK {
-        bail!("{} is in the future: name a time that has been", time::text(at.from));
+        bail!("{} is in the future: name a time in the past", time::text(at.from));
     }
     let logs = match &options.log {
         Some(directory) => Logs::below(directory)?,

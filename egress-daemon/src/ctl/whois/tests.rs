@@ -23,10 +23,10 @@ fn a_time_covers_the_interval_of_its_precision() {
 #[test]
 fn an_ambiguous_time_is_refused_with_the_candidates() {
     for (text, part) in [
-        ("2026-11-25T14:03:00", "in which zone was this: write 2026-11-25T14:03:00Z"),
+        ("2026-11-25T14:03:00", "the time zone is missing: write 2026-11-25T14:03:00Z"),
         ("14:03", "on which day"),
-        ("2026-10-25T02:30[Europe/Berlin]", "which of two hours"),
-        ("yesterday", "this is no time"),
+        ("2026-10-25T02:30[Europe/Berlin]", "is ambiguous in the hour"),
+        ("yesterday", "this is not a time"),
         ("2026-13-25T14:03:00Z", "write a date"),
     ] {
         let refused = moment(text).unwrap_err();
@@ -207,7 +207,7 @@ fn a_copy_of_a_log_is_known_by_its_files_whatever_its_name() {
     // A segment of the other log is an error, not a panic.
     let wanted = flows::Wanted { egress_ip: seen().ip(), port: 1, from: 0, until: 0 };
     let unread = flows::read(&directory.path().join("copy-of-leases"), &wanted).unwrap().unread;
-    assert!(unread[0].contains("other columns than a log of flows"), "{unread:?}");
+    assert!(unread[0].1.contains("other columns than a log of flows"), "{unread:?}");
     let error = flowlog::read(&directory.path().join("copy-of-flows"), |_| true).unwrap_err().to_string();
     assert!(error.contains("other columns than a log of leases"), "{error}");
     let options = WhoisOptions {

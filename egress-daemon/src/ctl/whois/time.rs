@@ -20,12 +20,12 @@ pub fn moment(text: &str) -> Result<Moment, String> {
     let text = text.trim();
     let time = text.split_once(['T', 't', ' ']).map(|(_, time)| time).filter(|time| time.contains(':'));
     let Some(time) = time else {
-        let day = if text.contains(':') { "on which day was this" } else { "this is no time" };
+        let day = if text.contains(':') { "on which day was this" } else { "this is not a time" };
         return Err(format!("{day}: {example}"));
     };
     if text.contains('[') {
         return Err(format!(
-            "a zone's name does not say which of two hours is meant where clocks are set back: {example}"
+            "a zone name is ambiguous in the hour that is repeated when clocks are set back: {example}"
         ));
     }
     let width = if time.split(['Z', 'z', '+', '-']).next().unwrap_or_default().contains('.') {
@@ -41,7 +41,7 @@ pub fn moment(text: &str) -> Result<Moment, String> {
             Ok(Moment { from, until: from + width })
         }
         Err(_) if text.parse::<civil::DateTime>().is_ok() => {
-            Err(format!("in which zone was this: write {text}Z for UTC, or the offset, such as {text}+01:00"))
+            Err(format!("the time zone is missing: write {text}Z for UTC, or the offset, such as {text}+01:00"))
         }
         Err(error) => Err(format!("{error}: {example}")),
     }

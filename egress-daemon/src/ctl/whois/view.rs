@@ -178,7 +178,7 @@ fn about_log(doubt: &flows::Doubt) -> String {
         flows::Doubt::Unwatched(None, Some(until)) => format!("the log of flows begins at {}", text(*until)),
         flows::Doubt::Unwatched(Some(from), None) => format!("the log of flows ends at {}", text(*from)),
         flows::Doubt::Unwatched(Some(from), Some(until)) => {
-            format!("nobody watched flows from {} to {}", text(*from), text(*until))
+            format!("flows were not recorded from {} to {}", text(*from), text(*until))
         }
         flows::Doubt::Unwatched(None, None) => "the log of flows is empty".into(),
         flows::Doubt::Older(from) => {

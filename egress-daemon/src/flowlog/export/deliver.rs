@@ -146,7 +146,7 @@ impl Delivery {
     /// exit.
     fn give_up(&mut self, rest: usize, error: &io::Error) {
         if !std::mem::replace(&mut self.is_away, true) {
-            tracing::warn!("{} accepts no records; they are lost for it: {error}", self.counts.collector);
+            tracing::warn!("{} does not accept records, so they are lost: {error}", self.counts.collector);
         }
         let waiting: usize = self.batches.try_iter().map(|batch| batch.len()).sum();
         self.queued.fetch_sub(waiting, Ordering::Relaxed);

@@ -75,7 +75,7 @@ impl FromStr for Collector {
     fn from_str(text: &str) -> Result<Self, String> {
         let (scheme, address) = text.split_once("://").ok_or("it has no scheme")?;
         let format = Format::ALL.iter().find(|(name, _)| *name == scheme);
-        let (_, format) = format.ok_or_else(|| format!("{scheme} is no scheme of a collector"))?;
+        let (_, format) = format.ok_or_else(|| format!("{scheme} is not a collector's scheme"))?;
         if *format == Format::S3 {
             check_bucket(address)?;
         } else {
@@ -95,10 +95,10 @@ fn check_bucket(address: &str) -> Result<(), String> {
     let (bucket, prefix) = bucket_and_prefix(address);
     let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ".-".contains(c);
     if !(3..=63).contains(&bucket.len()) || !bucket.chars().all(fits) {
-        return Err(format!("{bucket:?} is no bucket"));
+        return Err(format!("{bucket:?} is not a bucket name"));
     }
     let fits = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
-    if prefix.chars().all(fits) { Ok(()) } else { Err(format!("{prefix:?} is no prefix of keys")) }
+    if prefix.chars().all(fits) { Ok(()) } else { Err(format!("{prefix:?} is not a key prefix")) }
 }
 
 fn check_socket(address: &str) -> Result<(), String> {
@@ -109,9 +109,9 @@ fn check_socket(address: &str) -> Result<(), String> {
         None => !host.is_empty() && host.chars().all(|c| c.is_ascii_alphanumeric() || ".-_".contains(c)),
     };
     if !is_host {
-        return Err(format!("{host:?} is no host"));
+        return Err(format!("{host:?} is not a host"));
     }
-    if port.parse::<u16>().is_ok_and(|port| port > 0) { Ok(()) } else { Err(format!("{port:?} is no port")) }
+    if port.parse::<u16>().is_ok_and(|port| port > 0) { Ok(()) } else { Err(format!("{port:?} is not a port")) }
 }
 
 impl fmt::Display for Collector {

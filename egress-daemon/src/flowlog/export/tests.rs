@@ -51,14 +51,14 @@ fn a_collector_is_named_by_a_scheme_a_host_and_a_port() {
     }
     for (bad, why) in [
         ("192.0.2.7:4739", "no scheme"),
-        ("syslog://192.0.2.7:514", "syslog is no scheme"),
+        ("syslog://192.0.2.7:514", "syslog is not a collector's scheme"),
         ("ipfix://192.0.2.7", "no port"),
-        ("ipfix://192.0.2.7:0", "no port"),
-        ("ipfix://:4739", "no host"),
-        ("ipfix://2001:db8::7:4739", "no host"),
-        ("json://logs example:5170", "no host"),
-        ("s3://Logs", "no bucket"),
-        ("s3://logs/with blank", "no prefix"),
+        ("ipfix://192.0.2.7:0", "not a port"),
+        ("ipfix://:4739", "not a host"),
+        ("ipfix://2001:db8::7:4739", "not a host"),
+        ("json://logs example:5170", "not a host"),
+        ("s3://Logs", "not a bucket name"),
+        ("s3://logs/with blank", "not a key prefix"),
     ] {
         let error = bad.parse::<Collector>().unwrap_err();
         assert!(error.contains(why), "{bad}: {error}");

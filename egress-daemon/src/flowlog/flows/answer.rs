@@ -29,13 +29,8 @@ pub enum Doubt {
 }
 
 /// The flows that may have had the port, and why there may be others. `living`: live flows are also known.
-pub fn answer(mut found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
-    let mut doubts = doubts(&found.spans, question, living);
-    let unread = std::mem::take(&mut found.unread);
-    // They explain gaps; where there is none, nothing of that time is in them.
-    if !doubts.is_empty() {
-        doubts.extend(unread.into_iter().map(Doubt::Unread));
-    }
+pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
+    let doubts = doubts(&found, question, living);
     let LeaseQuestion { from, until, slack, .. } = question;
     let mut likely: Vec<Likely> = Vec::new();
     for flow in settle(found).into_iter().filter(|flow| !flow.refused) {
@@ -77,7 +72,8 @@ fn settle(found: Found) -> Vec<Recorded> {
     all
 }
 
-fn doubts(spans: &[Span], question: LeaseQuestion, living: bool) -> Vec<Doubt> {
+fn doubts(found: &Found, question: LeaseQuestion, living: bool) -> Vec<Doubt> {
+    let Found { spans, unread, .. } = found;
     let LeaseQuestion { from, until, slack, .. } = question;
     let mut doubts = Vec::new();
     // Gaps: before the first file, before each that does not continue the one before, and after the last.
@@ -101,6 +97,16 @@ fn doubts(spans: &[Span], question: LeaseQuestion, living: bool) -> Vec<Doubt> {
     let end = lost().find(|(_, at, _)| from - slack <= *at);
     if let (Some((since, at, count)), true) = (beginning, end.is_some() || !living) {
         doubts.push(Doubt::Lost(*since, *at, *count));
+    }
+    for (number, why) in unread {
+        let Some(span) = spans.get(*number) else { continue };
+        // It covers the time until the next one begins.
+        let end = spans.get(number + 1).map_or(Instant::MAX, |next| next.from);
+        let covers = span.from <= until + slack && from - slack < end;
+        // It also has flows that were open when the next one began.
+        if covers || doubts.contains(&Doubt::Older(end)) {
+            doubts.push(Doubt::Unread(why.clone()));
+        }
     }
     doubts
 }

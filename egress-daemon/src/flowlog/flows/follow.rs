@@ -6,7 +6,7 @@ use crate::flowlog::export::{self, Exporters, Record};
 use crate::flowlog::files::{JOURNAL, of_kind};
 use crate::flowlog::keeper::{Keeper, Longest};
 use crate::flowlog::worker::Worker;
-use crate::flowlog::{Counts, FlowLog, Instant, Limits, now};
+use crate::flowlog::{Counts, FlowLog, Instant, Limits, Mode, now};
 use aya::maps::{Map, MapData, MapError, RingBuf};
 use egress_common::{
     abi::{NameKey, name_kind},
@@ -63,14 +63,27 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// Starts the thread.
+    /// Starts the thread. If the log is switched off, it only removes what is too old.
     pub fn start(settings: Settings, counts: Arc<Counts>) -> Result<Self, MapsError> {
-        let kernel = Kernel::open(&settings.pins)?;
-        let watch = Watch::new(&settings, kernel, counts);
-        let worker = Worker::start("flows", move |stopped| watch.run(&stopped));
+        let worker = match settings.config.mode {
+            Mode::Flows => {
+                let kernel = Kernel::open(&settings.pins)?;
+                let watch = Watch::new(&settings, kernel, counts);
+                Worker::start("flows", move |stopped| watch.run(&stopped))
+            }
+            Mode::Off | Mode::Leases => {
+                let keeper = keeper(&settings);
+                Worker::start("flows", move |stopped| keeper.idle(&stopped))
+            }
+        };
         let worker = worker.inspect_err(|error| tracing::error!("cannot start the thread that logs flows: {error}"));
         Ok(Self { _worker: worker.ok() })
     }
+}
+
+fn keeper(settings: &Settings) -> Keeper<Line> {
+    let (directory, retention) = (settings.directory.clone(), settings.config.retention);
+    Keeper::new(Limits { directory, retention, bytes: MAX_BYTES }, "flows", LONGEST)
 }
 
 /// Where beginnings and ends come from.
@@ -165,12 +178,11 @@ pub(super) struct Watch<S> {
 
 impl<S: Source> Watch<S> {
     pub(super) fn new(settings: &Settings, source: S, counts: Arc<Counts>) -> Self {
-        let Settings { config, directory, node, kept, exporters, .. } = settings;
-        let limits = Limits { directory: directory.clone(), retention: config.retention, bytes: MAX_BYTES };
+        let Settings { config, node, kept, exporters, .. } = settings;
         let mut interpreter = Interpreter::new(config.destinations);
         interpreter.know(source.numbered());
         let told = source.lost().unwrap_or(0);
-        let keeper = Keeper::new(limits, "flows", LONGEST);
+        let keeper = keeper(settings);
         let (node, kept, exporters, header) = (node.clone(), *kept, exporters.clone(), Vec::new());
         Self { keeper, node, kept, source, counts, interpreter, exporters, header, lost: 0, told, last: 0 }
     }

@@ -78,6 +78,6 @@ pub struct Found {
     pub spans: Vec<Span>,
     /// The flows.
     pub flows: Vec<(usize, Recorded)>,
-    /// The files that cannot be read, and why.
-    pub unread: Vec<String>,
+    /// The files that cannot be read, by the numbers of their spans, and why.
+    pub unread: Vec<(usize, String)>,
 }

@@ -37,7 +37,7 @@ pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
             Ok(Some(of_file)) => of_file,
             Ok(None) => continue,
             Err(error) => {
-                found.unread.push(error.to_string());
+                found.unread.push((number, error.to_string()));
                 found.spans.push(Span { from: began, until: began, started: true, ..Span::default() });
                 is_broken = true;
                 continue;

@@ -232,6 +232,15 @@ impl World {
         self.ask(port, tick).0.into_iter().map(|likely| (likely.flow.pod, likely.surely)).collect()
     }
 
+    /// Makes a file one of an earlier build, which had no tickets.
+    fn outdate(&self, number: usize) {
+        let (_, path) = super::super::files::all(&self.directory.path().join("flows")).unwrap().remove(number);
+        let columns = segment::SCHEMA.replace("  OPTIONAL INT32 ticket;\n", "");
+        let schema = Arc::new(parquet::schema::parser::parse_message_type(&columns).unwrap());
+        let file = fs::File::create(path).unwrap();
+        parquet::file::writer::SerializedFileWriter::new(file, schema, Arc::default()).unwrap().close().unwrap();
+    }
+
     fn files(&self, kind: &str) -> usize {
         let entries = fs::read_dir(self.directory.path().join("flows")).unwrap();
         entries.filter(|entry| entry.as_ref().unwrap().path().extension().is_some_and(|e| e == kind)).count()
@@ -408,12 +417,7 @@ fn a_file_that_cannot_be_read_is_a_doubt_and_the_others_still_answer() {
     world.report([event(what::BEGAN, 1102, 7300, 7300)]);
     world.look(7301);
     world.look(7400);
-    // The second file is one of an earlier build, which had no tickets.
-    let (_, second) = super::super::files::all(&world.directory.path().join("flows")).unwrap().remove(1);
-    let columns = segment::SCHEMA.replace("  OPTIONAL INT32 ticket;\n", "");
-    let schema = Arc::new(parquet::schema::parser::parse_message_type(&columns).unwrap());
-    let file = fs::File::create(second).unwrap();
-    parquet::file::writer::SerializedFileWriter::new(file, schema, Arc::default()).unwrap().close().unwrap();
+    world.outdate(1);
 
     assert_eq!((world.pods(1100, 2000), world.ask(1100, 2000).1), (web(true), vec![]));
     assert_eq!((world.pods(1102, 7350), world.ask(1102, 7350).1), (web(true), vec![]));
@@ -427,6 +431,32 @@ fn a_file_that_cannot_be_read_is_a_doubt_and_the_others_still_answer() {
     let (likely, doubts) = world.answer(1101, 7350, false);
     assert_eq!((likely, &doubts[0]), (vec![], &Doubt::Older(time(7200))));
     assert!(doubts.len() == 2 && is_unread(&doubts[1]), "{doubts:?}");
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_a_doubt_for_the_time_that_it_covers() {
+    let mut world = World::new();
+    world.look(3600);
+    world.script.0.borrow_mut().oldest = Some(10);
+    world.look(7200);
+    world.look(9000);
+    world.outdate(0);
+    world.outdate(1);
+    let unread = |(_, doubts): (Vec<Likely>, Vec<Doubt>)| {
+        [0, 3600].map(|tick| {
+            let name = format!("{:020}.parquet", time(tick));
+            doubts.iter().any(|doubt| matches!(doubt, Doubt::Unread(why) if why.contains(&name)))
+        })
+    };
+    assert_eq!(unread(world.ask(1100, 1000)), [true, false]);
+    assert_eq!(unread(world.ask(1100, 5000)), [false, true]);
+    // Clocks differ.
+    assert_eq!(unread(world.ask(1100, 3601)), [true, true]);
+    assert_eq!(unread(world.ask(1100, 7201)), [false, true]);
+    // What is doubtful now has nothing to do with them.
+    assert_eq!(world.ask(1100, 9100).1, [Doubt::Unwatched(Some(time(9000)), None)]);
+    // A flow that was open when the third file began may be in the second.
+    assert_eq!(unread(world.answer(1100, 8000, false)), [false, true]);
 }
 
 #[test]
