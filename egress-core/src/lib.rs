@@ -3,6 +3,9 @@
 //! Nothing here does I/O, reads a clock or starts a task: inputs and the time are arguments, decisions are results.
 //! `Cargo.toml` names no library that could.
 
+#[macro_use]
+mod named;
+
 pub mod agent;
 pub mod encode;
 pub mod health;

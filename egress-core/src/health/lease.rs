@@ -12,7 +12,7 @@ use crate::model::NodeName;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseTimes {
     /// A lease that was not renewed for this long has lapsed, as long as other gateways renew theirs; if none does, after three times as long.
-    /// A lease that says itself that it lasts longer does: its gateway renews it accordingly, and answers as long.
+    /// A lease that states a longer duration lasts that long: its gateway renews it accordingly, and answers for that long.
     pub duration: Duration,
     /// Port blocks of a node that has been absent for this long may go to others.
     pub quarantine: Duration,
@@ -28,7 +28,7 @@ impl Default for LeaseTimes {
 /// after this many durations: without any gateway nothing could be done for the egress IPs anyway.
 const PATIENCE: u32 = 3;
 
-/// Until when no gateway has to renew, now that the leases have changed or can be read again after that time without.
+/// Until when no gateway has to renew. The leases have just changed, or become readable, for the first time in `quiet`.
 fn excuse(now: Duration, quiet: Duration, duration: Duration) -> Duration {
     now + quiet.min(2 * duration)
 }

@@ -30,7 +30,7 @@ pub fn until_all_quiet(duration: Duration) -> Duration {
     all_quiet(duration) - says_held_until(counted(duration), duration)
 }
 
-/// How long before a gateway's lease ends all had been quiet if none has renewed since this one did. A word takes its time to arrive: it
+/// How long before a gateway's lease ends all had been quiet if none has renewed since this one did. A report takes time to arrive: it
 /// counts as a thirtieth of a duration earlier, so that a controller which excuses nobody is not taken for one that does.
 pub fn quiet_before_end(duration: Duration) -> Duration {
     counted(duration) - all_quiet(duration) - duration / 30

@@ -89,6 +89,8 @@ struct World {
     paused: u8,
     /// Whether the holder has changed while the writer did not look.
     changed_unseen: bool,
+    /// Whether the clock has been set while the writer does not run. Nobody sees whether it was set back and forth.
+    is_set: bool,
 }
 
 impl World {
@@ -136,7 +138,10 @@ impl World {
             Step::Cut(unnoticed, more) if self.cut == 0 => (self.unnoticed, self.cut) = (unnoticed, unnoticed + more),
             Step::Pause(seconds) => self.paused = seconds,
             // How long a cut goes unnoticed is a time by the clock that is never set.
-            Step::Clock(by) if self.cut == 0 => self.offset += by * SECOND,
+            Step::Clock(by) if self.cut == 0 && !self.is_set => {
+                self.offset += by * SECOND;
+                self.is_set = self.paused > 0;
+            }
             Step::Holder(_) | Step::Clock(_) | Step::Start | Step::Stop | Step::Cut(..) => {}
         }
         self.second(started);
@@ -170,6 +175,7 @@ impl World {
             *left = left.saturating_sub(1);
         }
         self.changed_unseen &= self.paused > 0 || self.unnoticed > 0;
+        self.is_set &= self.paused > 0;
     }
 }
 

@@ -44,8 +44,8 @@ pub struct Snapshot {
     pub policies: BTreeMap<PolicyId, Policy>,
     /// Pools of every kind that could be understood.
     pub pools: BTreeMap<PoolId, Pool>,
-    /// Pools that exist and could not be understood. What policies have of them stays as it is. Each without what is wrong with it; none
-    /// if that is its nodeSelector.
+    /// Pools that exist and could not be understood. What policies have of them stays as it is. Each without its invalid fields; `None`
+    /// if its nodeSelector is one of them.
     pub unreadable_pools: BTreeMap<PoolId, Option<Pool>>,
     /// All nodes of the cluster.
     pub nodes: BTreeMap<NodeName, Node>,
@@ -80,6 +80,11 @@ impl Snapshot {
     /// A pool as far as it says which nodes own its addresses, and how many, also if something else in it could not be understood.
     pub fn placement(&self, pool: &PoolId) -> Option<&Pool> {
         self.pools.get(pool).or_else(|| self.unreadable_pools.get(pool)?.as_ref())
+    }
+
+    /// The same of all pools.
+    pub fn placements(&self) -> impl Iterator<Item = &Pool> {
+        self.pools.values().chain(self.unreadable_pools.values().flatten())
     }
 
     /// What the agent of a node reports, if the node is there and it has reported anything.

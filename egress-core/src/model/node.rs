@@ -79,30 +79,19 @@ impl Trouble {
     }
 }
 
-/// What a node cannot do for a policy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum TroubleKind {
-    /// The policy, or an egress IP of it, does not fit into the node's tables.
-    DoesNotFit,
-    /// A selected pod is behind no interface of the node.
-    PodWithoutInterface,
-    /// A selected pod has had no address for so long that nothing is held for it any longer.
-    PodNotStarted,
-}
-
-impl TroubleKind {
-    /// All of them.
-    pub const ALL: [TroubleKind; 3] =
-        [TroubleKind::DoesNotFit, TroubleKind::PodWithoutInterface, TroubleKind::PodNotStarted];
-
-    /// Its name in objects.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            TroubleKind::DoesNotFit => "DoesNotFit",
-            TroubleKind::PodWithoutInterface => "PodWithoutInterface",
-            TroubleKind::PodNotStarted => "PodNotStarted",
-        }
+named! {
+    /// What a node cannot do for a policy.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    pub enum TroubleKind {
+        /// The policy, or an egress IP of it, does not fit into the node's tables.
+        DoesNotFit,
+        /// A selected pod is behind no interface of the node.
+        PodWithoutInterface,
+        /// A selected pod has had no address for so long that nothing is held for it any longer.
+        PodNotStarted,
     }
+    /// Its name in objects.
+    as_str
 }
 
 /// A node.

@@ -4,26 +4,20 @@ use super::links::{Link, LinkKind, LinkTable};
 use egress_common::egress::VlanSide;
 use std::{collections::BTreeMap, fmt};
 
-/// The setting.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Xdp {
-    /// Where it is faster, and nothing else is attached there.
-    #[default]
-    Auto,
-    /// Wherever the driver can do it.
-    Native,
-    /// Nowhere.
-    Off,
-}
-
-impl fmt::Display for Xdp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Xdp::Auto => "Auto",
-            Xdp::Native => "Native",
-            Xdp::Off => "Off",
-        })
+named! {
+    /// The setting.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub enum Xdp {
+        /// Where it is faster, and nothing else is attached there.
+        #[default]
+        Auto,
+        /// Wherever the driver can do it.
+        Native,
+        /// Nowhere.
+        Off,
     }
+    /// Its name in the configuration.
+    as_str
 }
 
 /// What a driver can do (`enum netdev_xdp_act`): run a program, have it redirect, and send what another one has redirected.
@@ -89,7 +83,7 @@ fn card<'a>(table: &'a LinkTable, link: &'a Link) -> Result<&'a Link, Why> {
         return Ok(link);
     }
     if !matches!(link.kind, LinkKind::Vlan(1..=4094)) {
-        return Err(Why::only(format!("{name} is no VLAN device of 802.1Q with a VLAN from 1 to 4094")));
+        return Err(Why::only(format!("{name} is not an 802.1Q VLAN device with a VLAN from 1 to 4094")));
     }
     match link.below().and_then(|index| table.links.get(&index)) {
         None => Err(Why::only(format!("the card of {name} is not in this network namespace"))),
@@ -146,7 +140,7 @@ fn judge(setting: Xdp, name: &str, driver: &Driver) -> Result<(), Why> {
         return Err(Why::with("the kernel does not report what drivers can do", "boot Linux 6.3 or later"));
     };
     if acts & (act::BASIC | act::REDIRECT) != act::BASIC | act::REDIRECT {
-        return Err(Why::only(format!("the driver of a {} interface cannot do it", driver.kind)));
+        return Err(Why::only(format!("the driver of a {} interface cannot redirect frames", driver.kind)));
     }
     if setting == Xdp::Auto && driver.kind == LinkKind::Veth {
         let reason = "a veth delivers merged segments, which TC forwards as they are";

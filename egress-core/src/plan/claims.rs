@@ -109,7 +109,7 @@ pub fn settle<'a>(
             true if claim.selectors.is_empty() => (
                 Reason::NoGateway,
                 format!(
-                    "none of the gateways of {address} is left, and its pool does not say which nodes may be: correct or create it"
+                    "the former gateways of {address} are gone, and its pool does not say which nodes may carry it: correct or create the pool"
                 ),
             ),
             true => (

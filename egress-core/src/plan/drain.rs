@@ -72,7 +72,7 @@ pub fn note(
         let remedy = if kept { "put it back into ipRanges" } else { "create the pool again" };
         let addresses = addresses.join(", ");
         let message = format!(
-            "{addresses} ({why} pool {pool}): no new connections, and a release when the last one ends, after {seconds} s (drainTimeout) at the \
+            "{addresses} ({why} pool {pool}): no new connections; released when the last one ends, after {seconds} s (drainTimeout) at the \
              latest; {remedy} to keep what is in use"
         );
         problems.add(&policy.id, ConditionKind::Degraded, Reason::Draining, message);

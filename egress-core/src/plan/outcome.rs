@@ -39,7 +39,7 @@ impl Problems {
         let fate = match policy.on_no_gateway {
             OnNoGateway::Drop => "is dropped",
             OnNoGateway::NodeIp if overruled => {
-                "of pods that a cluster-scoped policy selects, too, is dropped in spite of onNoGateway"
+                "is dropped, despite onNoGateway, for pods that a cluster-scoped policy also selects"
             }
             OnNoGateway::NodeIp => "leaves with the node's address",
         };
@@ -97,7 +97,7 @@ impl Problems {
             let shown = nets.iter().take(3).map(ToString::to_string).collect::<Vec<_>>().join(", ");
             let more = if nets.len() > 3 { format!(" and {} more", nets.len() - 3) } else { String::new() };
             let message = format!(
-                "policy {winner} comes first for {shown}{more} of some of the same pods: narrow the selectors or destinationCIDRs of one of them"
+                "policy {winner} takes precedence for some of the same pods' traffic to {shown}{more}: narrow the selectors or destinationCIDRs of one of them"
             );
             self.add(policy, ConditionKind::Conflicting, Reason::SameDestination, message);
         }
@@ -128,7 +128,7 @@ fn fine(kind: ConditionKind, distribution: Distribution) -> &'static str {
         (ConditionKind::Ready, Distribution::PerFlow) => "flows are spread over its egress IPs",
         (ConditionKind::Ready, Distribution::PerEndpoint) => "each pod is assigned one of its egress IPs",
         (ConditionKind::Degraded, _) => "everything that was requested is there",
-        (ConditionKind::Conflicting, _) => "no other policy comes first",
+        (ConditionKind::Conflicting, _) => "no other policy takes precedence",
     }
 }
 
@@ -150,7 +150,7 @@ fn slot_problem(slot: &Slot) -> Option<(Reason, String)> {
         OwnerReason::SelectorUnknown => (
             Reason::NoGateway,
             format!(
-                "{address} has no gateway, because none that it had is left and its pool does not say which nodes may be: correct or create it"
+                "{address} has no gateway: its former gateways are gone, and its pool does not say which nodes may carry it: correct or create the pool"
             ),
         ),
         OwnerReason::NoGatewayReady => (
@@ -168,7 +168,7 @@ fn slot_problem(slot: &Slot) -> Option<(Reason, String)> {
         OwnerReason::AddressElsewhere => (
             Reason::AddressElsewhere,
             format!(
-                "{address} is configured on a node that the nodeSelector does not select, or must be configured on one and is not: select or configure it there"
+                "{address} is configured on an unselected node, or must be configured on a selected node and is not: select that node, or configure it there"
             ),
         ),
     })

@@ -1,48 +1,35 @@
 //! What a plan is made of.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::IpNet;
 
 use crate::model::{EndpointId, Family, NetworkAttachment, NodeName, PolicyId, PoolId, TroubleKind};
 
-/// Why an egress IP has the owner that it has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum OwnerReason {
-    /// Its preferred gateway carries it.
-    Preferred,
-    /// Another gateway carries it until the preferred one is back.
-    Failover,
-    /// Its owner is not healthy, but no other gateway is eligible.
-    OwnerUnhealthy,
-    /// No node matches the node selectors.
-    NoGatewaySelected,
-    /// Its pool is gone or its nodeSelector is not understood, and no gateway that it had is left.
-    SelectorUnknown,
-    /// Nodes match the node selectors, but none of them is ready with a fresh lease.
-    NoGatewayReady,
-    /// Every eligible gateway owns as many egress IPs as it may.
-    AtCapacity,
-    /// The address is configured on a node that the node selectors do not select, or that has to have it and does not.
-    AddressElsewhere,
-}
-
-impl OwnerReason {
-    /// The name that conditions and tables show.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            OwnerReason::Preferred => "Preferred",
-            OwnerReason::Failover => "Failover",
-            OwnerReason::OwnerUnhealthy => "OwnerUnhealthy",
-            OwnerReason::NoGatewaySelected => "NoGatewaySelected",
-            OwnerReason::SelectorUnknown => "SelectorUnknown",
-            OwnerReason::NoGatewayReady => "NoGatewayReady",
-            OwnerReason::AtCapacity => "AtCapacity",
-            OwnerReason::AddressElsewhere => "AddressElsewhere",
-        }
+named! {
+    /// Why an egress IP has the owner that it has.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    pub enum OwnerReason {
+        /// Its preferred gateway carries it.
+        Preferred,
+        /// Another gateway carries it until the preferred one is back.
+        Failover,
+        /// Its owner is not healthy, but no other gateway is eligible.
+        OwnerUnhealthy,
+        /// No node matches the node selectors.
+        NoGatewaySelected,
+        /// Its pool is gone or its nodeSelector is not understood, and no gateway that it had is left.
+        SelectorUnknown,
+        /// Nodes match the node selectors, but none of them is ready with a fresh lease.
+        NoGatewayReady,
+        /// Every eligible gateway owns as many egress IPs as it may.
+        AtCapacity,
+        /// The address is configured on a node that the node selectors do not select, or that has to have it and does not.
+        AddressElsewhere,
     }
+    /// The name that conditions and tables show.
+    as_str
 }
 
 /// One egress IP.
@@ -138,108 +125,68 @@ pub struct BlockLease {
 /// The blocks of one egress IP by number.
 pub type Blocks = BTreeMap<u16, BlockLease>;
 
-/// The kinds of condition that a policy shows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ConditionKind {
-    /// Matching traffic leaves as the policy says.
-    Ready,
-    /// It does, but not all that was asked for is there.
-    Degraded,
-    /// Another policy comes first on some of its traffic or addresses.
-    Conflicting,
-}
-
-impl ConditionKind {
-    /// All of them.
-    pub const ALL: [ConditionKind; 3] = [ConditionKind::Ready, ConditionKind::Degraded, ConditionKind::Conflicting];
-
+named! {
+    /// The kinds of condition that a policy shows.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    pub enum ConditionKind {
+        /// Matching traffic leaves as the policy says.
+        Ready,
+        /// It does, but not all that was asked for is there.
+        Degraded,
+        /// Another policy comes first on some of its traffic or addresses.
+        Conflicting,
+    }
     /// The `type` of the condition.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            ConditionKind::Ready => "Ready",
-            ConditionKind::Degraded => "Degraded",
-            ConditionKind::Conflicting => "Conflicting",
-        }
+    as_str
+}
+
+named! {
+    /// Why a condition is what it is, in one word.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    pub enum Reason {
+        /// Nothing is wrong.
+        AsExpected,
+        /// The policy names a pool that is not there.
+        PoolNotFound,
+        /// The pool is not for the policy's namespace.
+        NotAllowed,
+        /// The policies of its namespace may not have as many addresses of a pool as they ask for.
+        QuotaExceeded,
+        /// A pool has no free address left.
+        PoolExhausted,
+        /// A wanted address is in none of the ranges of its pool.
+        AddressNotInPool,
+        /// An address was taken out of its pool while it was in use.
+        Draining,
+        /// A wanted address belongs to another policy, a node or a router.
+        AddressInUse,
+        /// Two policies let the same address float over nodes that have none in common.
+        SelectorsDisagree,
+        /// There is no egress IP of a family that the policy steers.
+        NoAddress,
+        /// An egress IP has no owner.
+        NoGateway,
+        /// An egress IP's owner does not renew its lease, and no other gateway is eligible.
+        GatewayUnhealthy,
+        /// Every eligible gateway owns as many egress IPs as it may.
+        AtCapacity,
+        /// The address is configured elsewhere than the policy says.
+        AddressElsewhere,
+        /// No gateway is in the zone of some selected pods.
+        NoGatewayInZone,
+        /// Another policy steers the same destinations of the same pods.
+        SameDestination,
+        /// A node has no room for it, or for an egress IP of it.
+        DoesNotFit,
+        /// A selected pod is behind no interface of its node.
+        PodWithoutInterface,
+        /// A selected pod has had no address for a long time.
+        PodNotStarted,
+        /// The object, or a pool that it names, cannot be carried out as it is written.
+        Invalid,
     }
-}
-
-/// Why a condition is what it is, in one word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Reason {
-    /// Nothing is wrong.
-    AsExpected,
-    /// The policy names a pool that is not there.
-    PoolNotFound,
-    /// The pool is not for the policy's namespace.
-    NotAllowed,
-    /// The policies of its namespace may not have as many addresses of a pool as they ask for.
-    QuotaExceeded,
-    /// A pool has no free address left.
-    PoolExhausted,
-    /// A wanted address is in none of the ranges of its pool.
-    AddressNotInPool,
-    /// An address was taken out of its pool while it was in use.
-    Draining,
-    /// A wanted address belongs to another policy, a node or a router.
-    AddressInUse,
-    /// Two policies let the same address float over nodes that have none in common.
-    SelectorsDisagree,
-    /// There is no egress IP of a family that the policy steers.
-    NoAddress,
-    /// An egress IP has no owner.
-    NoGateway,
-    /// An egress IP's owner does not renew its lease, and no other gateway is eligible.
-    GatewayUnhealthy,
-    /// Every eligible gateway owns as many egress IPs as it may.
-    AtCapacity,
-    /// The address is configured elsewhere than the policy says.
-    AddressElsewhere,
-    /// No gateway is in the zone of some selected pods.
-    NoGatewayInZone,
-    /// Another policy steers the same destinations of the same pods.
-    SameDestination,
-    /// A node has no room for it, or for an egress IP of it.
-    DoesNotFit,
-    /// A selected pod is behind no interface of its node.
-    PodWithoutInterface,
-    /// A selected pod has had no address for a long time.
-    PodNotStarted,
-    /// The object, or a pool that it names, cannot be carried out as it is written.
-    Invalid,
-}
-
-impl Reason {
     /// The `reason` of the condition.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Reason::AsExpected => "AsExpected",
-            Reason::PoolNotFound => "PoolNotFound",
-            Reason::NotAllowed => "NotAllowed",
-            Reason::QuotaExceeded => "QuotaExceeded",
-            Reason::PoolExhausted => "PoolExhausted",
-            Reason::AddressNotInPool => "AddressNotInPool",
-            Reason::Draining => "Draining",
-            Reason::AddressInUse => "AddressInUse",
-            Reason::SelectorsDisagree => "SelectorsDisagree",
-            Reason::NoAddress => "NoAddress",
-            Reason::NoGateway => "NoGateway",
-            Reason::GatewayUnhealthy => "GatewayUnhealthy",
-            Reason::AtCapacity => "AtCapacity",
-            Reason::AddressElsewhere => "AddressElsewhere",
-            Reason::NoGatewayInZone => "NoGatewayInZone",
-            Reason::SameDestination => "SameDestination",
-            Reason::DoesNotFit => TroubleKind::DoesNotFit.as_str(),
-            Reason::PodWithoutInterface => TroubleKind::PodWithoutInterface.as_str(),
-            Reason::PodNotStarted => TroubleKind::PodNotStarted.as_str(),
-            Reason::Invalid => "Invalid",
-        }
-    }
-}
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
+    as_str
 }
 
 /// One condition.

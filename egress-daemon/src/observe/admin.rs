@@ -96,7 +96,7 @@ pub enum AskError {
         source: io::Error,
     },
     /// The listener does not answer as an agent of this version does.
-    #[error("the answer of the agent at {} is not understood: {message}", path.display())]
+    #[error("the answer of the agent at {} cannot be parsed: {message}", path.display())]
     Answer {
         /// The socket.
         path: PathBuf,

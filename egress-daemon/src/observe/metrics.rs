@@ -17,7 +17,8 @@ use crate::{
     store::{WriteCounts, WriteResult},
 };
 use axum::{
-    Router, extract::State, http::StatusCode, http::header::CONTENT_TYPE, response::IntoResponse, routing::get,
+    Router, body::Bytes, extract::State, http::StatusCode, http::header::CONTENT_TYPE, response::IntoResponse,
+    routing::get,
 };
 use egress_common::{limits::MAX_ACCOUNTS, port_block};
 use egress_core::agent::takeovers;
@@ -139,7 +140,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
             "port blocks leased to this node, by egress IP",
             by_block(|b| Some(b.leased)),
         ),
-        gauge("spillway_egress_ip_blocks_used", "of these, those whose ports flows use", by_block(|b| Some(b.used))),
+        gauge("spillway_egress_ip_blocks_used", "of these, those with a port in use", by_block(|b| Some(b.used))),
         gauge(
             "spillway_egress_ip_blocks_free",
             "port blocks of an egress IP that are leased to no node; the owner reports it",
@@ -162,7 +163,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
         ),
         gauge(
             "spillway_unnamed_networks",
-            "networks where pods or Services may be and that no object names: no policy is carried out for them (egressctl state)",
+            "networks that may contain pods or Services but that no object names: no policy applies to them (egressctl state)",
             plain(state.unnamed_networks.len() as f64),
         ),
         gauge("spillway_store_connected", "whether the store answers", plain(truth(state.node.store_connected))),
@@ -327,7 +328,7 @@ impl MetricsServer {
         registry.register_collector(Box::new(sources.clone()));
         let routes = Router::new()
             .route("/metrics", get(metrics))
-            .with_state(Arc::new(Exposition { registry, turn: Arc::default() }))
+            .with_state(Arc::new(Exposition { registry, ..Exposition::default() }))
             .route("/healthz", get(async || "ok\n"))
             .merge(Router::new().route("/readyz", get(ready)).with_state(sources))
             .merge(others(address.port()));
@@ -338,26 +339,37 @@ impl MetricsServer {
     }
 }
 
-/// All metrics. One client after the other has them encoded, since the agent's tables are read for each.
-#[derive(Debug)]
+/// All metrics. Since the agent's tables are read for each encoding, one runs at a time, for all clients that asked before it began.
+#[derive(Debug, Default)]
 struct Exposition {
     registry: Registry,
-    turn: Arc<Mutex<()>>,
+    /// How many encodings have begun.
+    begun: AtomicU64,
+    /// What the last one made; nothing if it failed.
+    last: Arc<Mutex<Option<Bytes>>>,
 }
 
 async fn metrics(State(exposition): State<Arc<Exposition>>) -> axum::response::Response {
-    let turn = Arc::clone(&exposition.turn).lock_owned().await;
-    let encode = move || {
-        // The encoding goes on if the client leaves, and the turn with it.
-        let _turn = turn;
-        let mut body = String::new();
-        text::encode(&mut body, &exposition.registry).map(|()| body)
+    let before = exposition.begun.load(Ordering::Relaxed);
+    let mut last = Arc::clone(&exposition.last).lock_owned().await;
+    let body = if exposition.begun.load(Ordering::Relaxed) == before {
+        let encode = move || {
+            // The encoding goes on if the client leaves, and the lock with it.
+            exposition.begun.fetch_add(1, Ordering::Relaxed);
+            *last = None;
+            let mut body = String::new();
+            *last = text::encode(&mut body, &exposition.registry).ok().map(|()| body.into());
+            last.clone()
+        };
+        tokio::task::spawn_blocking(encode).await.ok().flatten()
+    } else {
+        last.clone()
     };
-    match tokio::task::spawn_blocking(encode).await {
-        Ok(Ok(body)) => {
+    match body {
+        Some(body) => {
             ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], body).into_response()
         }
-        _ => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics cannot be encoded\n").into_response(),
+        None => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics cannot be encoded\n").into_response(),
     }
 }
 

@@ -13,6 +13,7 @@ use std::{
     io::Write as _,
     path::Path,
     process::{Command, Stdio},
+    sync::mpsc,
     time::Duration,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -268,4 +269,50 @@ async fn metrics_are_served_over_http() {
     assert!(metrics.contains("openmetrics-text") && metrics.contains("spillway_egress_ips_owned 1.0\n"), "{metrics}");
     let error = MetricsServer::start(server.address, sources, |_| Router::new()).await.unwrap_err().to_string();
     assert!(error.contains(&server.address.to_string()) && error.contains("--metrics"), "{error}");
+}
+
+/// One metric, the number of its encoding, which lasts until it is told to end.
+#[derive(Debug)]
+struct Slow {
+    begun: watch::Sender<u64>,
+    end: std::sync::Mutex<mpsc::Receiver<()>>,
+}
+
+impl Collector for Slow {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
+        self.begun.send_modify(|begun| *begun += 1);
+        let number = *self.begun.borrow() as f64;
+        self.end.lock().unwrap().recv().unwrap_or_default();
+        gauge("encoding", "its number", vec![(Labels::new(), number)]).encode(&mut encoder)
+    }
+}
+
+#[tokio::test]
+async fn however_many_clients_wait_the_next_encoding_serves_all_of_them_even_if_some_leave() {
+    let (begin, mut begun) = watch::channel(0);
+    let (end, ends) = mpsc::channel();
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Slow { begun: begin, end: ends.into() }));
+    let exposition = Arc::new(Exposition { registry, ..Exposition::default() });
+    let ask = || Box::pin(metrics(State(Arc::clone(&exposition))));
+    let mut first = ask();
+    assert!(futures::poll!(&mut first).is_pending());
+    begun.wait_for(|begun| *begun == 1).await.unwrap();
+    let mut second = ask();
+    let mut others: Vec<_> = (0..254).map(|_| ask()).collect();
+    for client in [&mut second].into_iter().chain(&mut others) {
+        assert!(futures::poll!(client).is_pending());
+    }
+    drop(first);
+    end.send(()).unwrap();
+    tokio::select! {
+        _ = &mut second => panic!("the encoding for it has not ended"),
+        result = begun.wait_for(|begun| *begun == 2) => assert!(result.is_ok()),
+    }
+    drop((second, end));
+    for response in futures::future::join_all(others).await {
+        let body = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
+        assert!(String::from_utf8_lossy(&body).contains("\nencoding 2.0\n"), "{body:?}");
+    }
+    assert_eq!(*begun.borrow(), 2);
 }

@@ -24,70 +24,64 @@ use std::sync::Arc;
 /// An object of any kind, behind an `Arc` of its Rust type.
 pub(crate) type Erased = Arc<dyn Any + Send + Sync>;
 
-/// A kind of object.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
-    /// Namespace (v1).
-    Namespace,
-    /// Node (v1).
-    Node,
-    /// Pod (v1).
-    Pod,
-    /// ServiceCIDR (networking.k8s.io/v1).
-    ServiceCIDR,
-    /// EgressGatewayPolicy (spillway.io/v1beta1).
-    EgressGatewayPolicy,
-    /// EgressPolicy (spillway.io/v1beta1).
-    EgressPolicy,
-    /// EgressIPPool (spillway.io/v1beta1).
-    EgressIPPool,
-    /// EgressIP (spillway.io/v1alpha1).
-    EgressIP,
-    /// EgressNode (spillway.io/v1alpha1).
-    EgressNode,
-    /// Lease (coordination.k8s.io/v1).
-    Lease,
-    /// CiliumEgressGatewayPolicy (cilium.io/v2).
-    CiliumEgressGatewayPolicy,
-    /// Egress (crd.antrea.io/v1beta1).
-    Egress,
-    /// ExternalIPPool (crd.antrea.io/v1beta1).
-    ExternalIPPool,
-    /// IPPool (crd.projectcalico.org/v1).
-    CalicoIPPool,
-    /// CiliumNode (cilium.io/v2).
-    CiliumNode,
-    /// CiliumPodIPPool (cilium.io/v2alpha1).
-    CiliumPodIPPool,
-    /// IPPool (crd.antrea.io/v1beta1).
-    AntreaIPPool,
-    /// Subnet (kubeovn.io/v1).
-    KubeOvnSubnet,
+macro_rules! kinds {
+    ($($kind:ident = $name:literal: $version:literal,)*) => {
+        /// A kind of object.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Kind { $( #[doc = concat!($name, " (", $version, ").")] $kind, )* }
+
+        impl Kind {
+            /// Every kind, in order.
+            pub const ALL: [Kind; [$(Kind::$kind),*].len()] = [$(Kind::$kind),*];
+
+            /// The kind's name, as in the field `kind`.
+            pub fn name(self) -> &'static str { match self { $(Kind::$kind => $name),* } }
+
+            /// The kind's group and version, as in the field `apiVersion`.
+            pub fn api_version(self) -> &'static str { match self { $(Kind::$kind => $version),* } }
+
+            /// How the kind is named in the API.
+            pub(crate) fn resource(self) -> ApiResource {
+                match self { $(Kind::$kind => ApiResource::erase::<$kind>(&())),* }
+            }
+
+            /// What [`Kind::decode`] returns for every kind but Pod.
+            fn typed(self, value: Value) -> Result<Erased, serde_json::Error> {
+                match self { $(Kind::$kind => Ok(Arc::new(serde_json::from_value::<$kind>(value)?))),* }
+            }
+
+            /// The JSON of an object of the kind; `None` if it is of another kind.
+            pub(crate) fn encode(self, object: &Erased) -> Option<Value> {
+                match self { $(Kind::$kind => serde_json::to_value(object.downcast_ref::<$kind>()?).ok()),* }
+            }
+        }
+
+        $(impl Stored for $kind { const KIND: Kind = Kind::$kind; })*
+    };
+}
+
+kinds! {
+    Namespace = "Namespace": "v1",
+    Node = "Node": "v1",
+    Pod = "Pod": "v1",
+    ServiceCIDR = "ServiceCIDR": "networking.k8s.io/v1",
+    EgressGatewayPolicy = "EgressGatewayPolicy": "spillway.io/v1beta1",
+    EgressPolicy = "EgressPolicy": "spillway.io/v1beta1",
+    EgressIPPool = "EgressIPPool": "spillway.io/v1beta1",
+    EgressIP = "EgressIP": "spillway.io/v1alpha1",
+    EgressNode = "EgressNode": "spillway.io/v1alpha1",
+    Lease = "Lease": "coordination.k8s.io/v1",
+    CiliumEgressGatewayPolicy = "CiliumEgressGatewayPolicy": "cilium.io/v2",
+    Egress = "Egress": "crd.antrea.io/v1beta1",
+    ExternalIPPool = "ExternalIPPool": "crd.antrea.io/v1beta1",
+    CalicoIPPool = "IPPool": "crd.projectcalico.org/v1",
+    CiliumNode = "CiliumNode": "cilium.io/v2",
+    CiliumPodIPPool = "CiliumPodIPPool": "cilium.io/v2alpha1",
+    AntreaIPPool = "IPPool": "crd.antrea.io/v1beta1",
+    KubeOvnSubnet = "Subnet": "kubeovn.io/v1",
 }
 
 impl Kind {
-    /// Every kind, in order.
-    pub const ALL: [Kind; 18] = [
-        Kind::Namespace,
-        Kind::Node,
-        Kind::Pod,
-        Kind::ServiceCIDR,
-        Kind::EgressGatewayPolicy,
-        Kind::EgressPolicy,
-        Kind::EgressIPPool,
-        Kind::EgressIP,
-        Kind::EgressNode,
-        Kind::Lease,
-        Kind::CiliumEgressGatewayPolicy,
-        Kind::Egress,
-        Kind::ExternalIPPool,
-        Kind::CalicoIPPool,
-        Kind::CiliumNode,
-        Kind::CiliumPodIPPool,
-        Kind::AntreaIPPool,
-        Kind::KubeOvnSubnet,
-    ];
-
     /// The kinds that every cluster with Spillway has.
     pub fn native() -> impl Iterator<Item = Kind> {
         Kind::ALL.into_iter().filter(|kind| !kind.is_foreign() && !kind.names_networks())
@@ -112,45 +106,6 @@ impl Kind {
     /// Whether a cluster may not have it: Kubernetes has served ServiceCIDR since 1.33.
     pub fn may_be_absent(self) -> bool {
         self.is_foreign() || self.names_networks() || self == Kind::ServiceCIDR
-    }
-
-    /// The kind's name, as in the field `kind`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Kind::Namespace => "Namespace",
-            Kind::Node => "Node",
-            Kind::Pod => "Pod",
-            Kind::ServiceCIDR => "ServiceCIDR",
-            Kind::EgressGatewayPolicy => "EgressGatewayPolicy",
-            Kind::EgressPolicy => "EgressPolicy",
-            Kind::EgressIPPool => "EgressIPPool",
-            Kind::EgressIP => "EgressIP",
-            Kind::EgressNode => "EgressNode",
-            Kind::Lease => "Lease",
-            Kind::CiliumEgressGatewayPolicy => "CiliumEgressGatewayPolicy",
-            Kind::Egress => "Egress",
-            Kind::ExternalIPPool => "ExternalIPPool",
-            Kind::CalicoIPPool | Kind::AntreaIPPool => "IPPool",
-            Kind::CiliumNode => "CiliumNode",
-            Kind::CiliumPodIPPool => "CiliumPodIPPool",
-            Kind::KubeOvnSubnet => "Subnet",
-        }
-    }
-
-    /// The kind's group and version, as in the field `apiVersion`.
-    pub fn api_version(self) -> &'static str {
-        match self {
-            Kind::Namespace | Kind::Node | Kind::Pod => "v1",
-            Kind::ServiceCIDR => "networking.k8s.io/v1",
-            Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool => "spillway.io/v1beta1",
-            Kind::EgressIP | Kind::EgressNode => "spillway.io/v1alpha1",
-            Kind::Lease => "coordination.k8s.io/v1",
-            Kind::CiliumEgressGatewayPolicy | Kind::CiliumNode => "cilium.io/v2",
-            Kind::Egress | Kind::ExternalIPPool | Kind::AntreaIPPool => "crd.antrea.io/v1beta1",
-            Kind::CalicoIPPool => "crd.projectcalico.org/v1",
-            Kind::CiliumPodIPPool => "cilium.io/v2alpha1",
-            Kind::KubeOvnSubnet => "kubeovn.io/v1",
-        }
     }
 
     /// Whether objects of this version are objects of the kind: an API server converts them to the kind's version, and so does a
@@ -179,30 +134,6 @@ impl Kind {
         matches!(self, Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool) || self.is_foreign()
     }
 
-    /// How the kind is named in the API.
-    pub(crate) fn resource(self) -> ApiResource {
-        match self {
-            Kind::Namespace => ApiResource::erase::<Namespace>(&()),
-            Kind::Node => ApiResource::erase::<Node>(&()),
-            Kind::Pod => ApiResource::erase::<Pod>(&()),
-            Kind::ServiceCIDR => ApiResource::erase::<ServiceCIDR>(&()),
-            Kind::EgressGatewayPolicy => ApiResource::erase::<EgressGatewayPolicy>(&()),
-            Kind::EgressPolicy => ApiResource::erase::<EgressPolicy>(&()),
-            Kind::EgressIPPool => ApiResource::erase::<EgressIPPool>(&()),
-            Kind::EgressIP => ApiResource::erase::<EgressIP>(&()),
-            Kind::EgressNode => ApiResource::erase::<EgressNode>(&()),
-            Kind::Lease => ApiResource::erase::<Lease>(&()),
-            Kind::CiliumEgressGatewayPolicy => ApiResource::erase::<CiliumEgressGatewayPolicy>(&()),
-            Kind::Egress => ApiResource::erase::<Egress>(&()),
-            Kind::ExternalIPPool => ApiResource::erase::<ExternalIPPool>(&()),
-            Kind::CalicoIPPool => ApiResource::erase::<CalicoIPPool>(&()),
-            Kind::CiliumNode => ApiResource::erase::<CiliumNode>(&()),
-            Kind::CiliumPodIPPool => ApiResource::erase::<CiliumPodIPPool>(&()),
-            Kind::AntreaIPPool => ApiResource::erase::<AntreaIPPool>(&()),
-            Kind::KubeOvnSubnet => ApiResource::erase::<KubeOvnSubnet>(&()),
-        }
-    }
-
     /// The resource for writing an object's status: Kubernetes 1.32 then validates the whole object, and only the previous version accepts
     /// short forms.
     pub(crate) fn resource_for_status(self, object: &Value) -> ApiResource {
@@ -216,28 +147,9 @@ impl Kind {
 
     /// The object of `value` as the kind's Rust type.
     pub(crate) fn decode(self, value: Value) -> Result<Erased, serde_json::Error> {
-        fn typed<T: Stored>(value: Value) -> Result<Erased, serde_json::Error> {
-            Ok(Arc::new(serde_json::from_value::<T>(value)?))
-        }
         match self {
-            Kind::Namespace => typed::<Namespace>(value),
-            Kind::Node => typed::<Node>(value),
             Kind::Pod => Ok(Arc::new(Pod::from(serde_json::from_value::<v1::Pod>(value)?))),
-            Kind::ServiceCIDR => typed::<ServiceCIDR>(value),
-            Kind::EgressGatewayPolicy => typed::<EgressGatewayPolicy>(value),
-            Kind::EgressPolicy => typed::<EgressPolicy>(value),
-            Kind::EgressIPPool => typed::<EgressIPPool>(value),
-            Kind::EgressIP => typed::<EgressIP>(value),
-            Kind::EgressNode => typed::<EgressNode>(value),
-            Kind::Lease => typed::<Lease>(value),
-            Kind::CiliumEgressGatewayPolicy => typed::<CiliumEgressGatewayPolicy>(value),
-            Kind::Egress => typed::<Egress>(value),
-            Kind::ExternalIPPool => typed::<ExternalIPPool>(value),
-            Kind::CalicoIPPool => typed::<CalicoIPPool>(value),
-            Kind::CiliumNode => typed::<CiliumNode>(value),
-            Kind::CiliumPodIPPool => typed::<CiliumPodIPPool>(value),
-            Kind::AntreaIPPool => typed::<AntreaIPPool>(value),
-            Kind::KubeOvnSubnet => typed::<KubeOvnSubnet>(value),
+            _ => self.typed(value),
         }
     }
 
@@ -249,33 +161,6 @@ impl Kind {
             // Hardly any of its fields are known here.
             _ if self.names_networks() => self.decode(value.clone()).map(|_| value),
             _ => Ok(self.encode(&self.decode(value)?).unwrap_or_default()),
-        }
-    }
-
-    /// The JSON of an object of the kind; `None` if it is of another kind.
-    pub(crate) fn encode(self, object: &Erased) -> Option<Value> {
-        fn value<T: Stored>(object: &Erased) -> Option<Value> {
-            serde_json::to_value(object.downcast_ref::<T>()?).ok()
-        }
-        match self {
-            Kind::Namespace => value::<Namespace>(object),
-            Kind::Node => value::<Node>(object),
-            Kind::Pod => value::<Pod>(object),
-            Kind::ServiceCIDR => value::<ServiceCIDR>(object),
-            Kind::EgressGatewayPolicy => value::<EgressGatewayPolicy>(object),
-            Kind::EgressPolicy => value::<EgressPolicy>(object),
-            Kind::EgressIPPool => value::<EgressIPPool>(object),
-            Kind::EgressIP => value::<EgressIP>(object),
-            Kind::EgressNode => value::<EgressNode>(object),
-            Kind::Lease => value::<Lease>(object),
-            Kind::CiliumEgressGatewayPolicy => value::<CiliumEgressGatewayPolicy>(object),
-            Kind::Egress => value::<Egress>(object),
-            Kind::ExternalIPPool => value::<ExternalIPPool>(object),
-            Kind::CalicoIPPool => value::<CalicoIPPool>(object),
-            Kind::CiliumNode => value::<CiliumNode>(object),
-            Kind::CiliumPodIPPool => value::<CiliumPodIPPool>(object),
-            Kind::AntreaIPPool => value::<AntreaIPPool>(object),
-            Kind::KubeOvnSubnet => value::<KubeOvnSubnet>(object),
         }
     }
 }
@@ -293,14 +178,6 @@ pub trait Stored:
     /// The kind.
     const KIND: Kind;
 }
-
-macro_rules! stored {
-    ($($kind:ident)*) => { $(impl Stored for $kind { const KIND: Kind = Kind::$kind; })* };
-}
-
-stored!(
-    Namespace Node Pod ServiceCIDR EgressGatewayPolicy EgressPolicy EgressIPPool EgressIP EgressNode Lease CiliumEgressGatewayPolicy Egress ExternalIPPool
-    CalicoIPPool CiliumNode CiliumPodIPPool AntreaIPPool KubeOvnSubnet);
 
 /// The name of an object among those of its kind. Ordered by namespace, then name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

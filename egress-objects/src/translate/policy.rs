@@ -56,7 +56,7 @@ pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
 }
 
 /// The policy that is in force in place of one with these problems: it has no egress IP and drops, so that packets that it is meant for
-/// do not leave with a node's address. Those are all if one of its destinations is not understood.
+/// do not leave with a node's address. If one of its destinations is invalid, those are all packets of its pods.
 fn in_force(mut policy: Policy, problems: Vec<Problem>) -> (Policy, Vec<Problem>) {
     if !problems.is_empty() {
         (policy.source, policy.on_no_gateway) = (Source::Pools(Vec::new()), OnNoGateway::Drop);
@@ -99,23 +99,22 @@ pub fn read_namespaced(object: &api::EgressPolicy) -> (Policy, Vec<Problem>) {
     in_force(policy, reader.problems)
 }
 
-impl From<api::Distribution> for Distribution {
-    fn from(distribution: api::Distribution) -> Self {
-        match distribution {
-            api::Distribution::PerFlow => Distribution::PerFlow,
-            api::Distribution::PerEndpoint => Distribution::PerEndpoint,
+/// Conversions between enums whose variants have the same names.
+macro_rules! same {
+    ($($from:ty => $to:ty: $($variant:ident)*;)*) => {$(
+        impl From<$from> for $to {
+            fn from(value: $from) -> Self {
+                match value { $(<$from>::$variant => Self::$variant,)* }
+            }
         }
-    }
+    )*};
 }
+pub(super) use same;
 
-impl From<api::ZoneMode> for ZoneMode {
-    fn from(mode: api::ZoneMode) -> Self {
-        match mode {
-            api::ZoneMode::Any => ZoneMode::Any,
-            api::ZoneMode::Prefer => ZoneMode::Prefer,
-            api::ZoneMode::Require => ZoneMode::Require,
-        }
-    }
+same! {
+    api::Distribution => Distribution: PerFlow PerEndpoint;
+    api::ZoneMode => ZoneMode: Any Prefer Require;
+    api::ExistingConnections => Existing: Keep Drop;
 }
 
 impl From<api::NoGateway> for OnNoGateway {
@@ -123,15 +122,6 @@ impl From<api::NoGateway> for OnNoGateway {
         match fate {
             api::NoGateway::Drop => OnNoGateway::Drop,
             api::NoGateway::NodeIP => OnNoGateway::NodeIp,
-        }
-    }
-}
-
-impl From<api::ExistingConnections> for Existing {
-    fn from(existing: api::ExistingConnections) -> Self {
-        match existing {
-            api::ExistingConnections::Keep => Existing::Keep,
-            api::ExistingConnections::Drop => Existing::Drop,
         }
     }
 }

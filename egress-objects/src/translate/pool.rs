@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::policy::same;
 use super::scalar::duration;
 use super::{Problem, Reader, sound};
 use crate::api;
@@ -72,42 +73,11 @@ pub fn read(object: &api::EgressIPPool) -> (Pool, Vec<Problem>) {
     (pool, reader.problems)
 }
 
-impl From<api::Announce> for Announce {
-    fn from(announce: api::Announce) -> Self {
-        match announce {
-            api::Announce::Arp => Announce::Arp,
-            api::Announce::Route => Announce::Route,
-            api::Announce::None => Announce::None,
-        }
-    }
-}
-
-impl From<Announce> for api::Announce {
-    fn from(announce: Announce) -> Self {
-        match announce {
-            Announce::Arp => api::Announce::Arp,
-            Announce::Route => api::Announce::Route,
-            Announce::None => api::Announce::None,
-        }
-    }
-}
-
-impl From<api::Outbound> for Outbound {
-    fn from(outbound: api::Outbound) -> Self {
-        match outbound {
-            api::Outbound::Owner => Outbound::Owner,
-            api::Outbound::Spread => Outbound::Spread,
-        }
-    }
-}
-
-impl From<Outbound> for api::Outbound {
-    fn from(outbound: Outbound) -> Self {
-        match outbound {
-            Outbound::Owner => api::Outbound::Owner,
-            Outbound::Spread => api::Outbound::Spread,
-        }
-    }
+same! {
+    api::Announce => Announce: Arp Route None;
+    Announce => api::Announce: Arp Route None;
+    api::Outbound => Outbound: Owner Spread;
+    Outbound => api::Outbound: Owner Spread;
 }
 
 fn delay(reader: &mut Reader, text: &str) -> Duration {

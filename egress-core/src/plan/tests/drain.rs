@@ -73,7 +73,7 @@ fn pool_gone_an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no
         assert_eq!((holds, reason), (true, Reason::Draining));
         assert_eq!(
             message,
-            "10.0.0.1 (no longer in the ranges of pool public): no new connections, and a release when the last one ends, after \
+            "10.0.0.1 (no longer in the ranges of pool public): no new connections; released when the last one ends, after \
              3600 s (drainTimeout) at the latest; put it back into ipRanges to keep what is in use"
         );
         assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
@@ -169,7 +169,7 @@ fn an_address_of_a_pool_whose_selector_is_unknown_does_not_blame_the_selector() 
         (&None, OwnerReason::SelectorUnknown)
     );
     let message = condition(&after, ConditionKind::Degraded).2;
-    assert!(message.contains("10.0.0.1 has no gateway, because none that it had is left and its pool"), "{message}");
+    assert!(message.contains("10.0.0.1 has no gateway: its former gateways are gone, and its pool"), "{message}");
 }
 
 #[test]

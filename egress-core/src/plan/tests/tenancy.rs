@@ -133,7 +133,7 @@ fn tenant_onnogateway_says_what_becomes_of_pods_that_a_cluster_scoped_policy_sel
     assert!(memo.change(&health, &mut current, changes).is_none(), "a full plan");
     let both = plan(&snapshot, &health, &current);
     assert!(
-        said(&both).contains("of pods that a cluster-scoped policy selects, too, is dropped in spite of onNoGateway"),
+        said(&both).contains("is dropped, despite onNoGateway, for pods that a cluster-scoped policy also selects"),
         "{}",
         said(&both)
     );
