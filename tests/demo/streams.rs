@@ -48,13 +48,13 @@ impl Streams {
 
     /// Restarts the measurement of pauses.
     pub fn reset_pauses(&self) {
-        self.groups.iter().for_each(TcpClients::reset_pauses);
+        self.groups.iter().for_each(|clients| clients.reset_pauses());
         self.server.reset_pauses();
     }
 
     /// The outcome of each connection.
     pub fn all(&self) -> Vec<Stream> {
-        let clients: Vec<ConnectionReport> = self.groups.iter().flat_map(TcpClients::connections).collect();
+        let clients: Vec<ConnectionReport> = self.groups.iter().flat_map(|clients| clients.connections()).collect();
         join(&clients, &self.server.connections())
     }
 }

@@ -16,7 +16,6 @@ use crate::support::{
 /// SECURITY.md: a pod that spoofs another pod's address.
 #[test]
 fn a_pod_cannot_use_another_pods_address() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let victim = lab.add_pod(PodSpec::new("victim", "worker1").label("app", "web"))?;
@@ -54,7 +53,6 @@ fn a_pod_cannot_use_another_pods_address() {
 /// SECURITY.md: a flood of new flows from one pod.
 #[test]
 fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
-    lab::require_root!();
     const SHARE: u64 = 500;
     Lab::builder().workers(1).gateways(1).cni(Cni::Bridge).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
@@ -95,7 +93,6 @@ fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
 /// silent all the time, and opens new ones.
 #[test]
 fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing() {
-    lab::require_root!();
     /// Three quarters of them are a pod's quota.
     const FLOWS: u64 = 4_096;
     const SERVERS: u16 = 25_000;

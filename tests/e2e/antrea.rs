@@ -49,7 +49,6 @@ fn wait_status(lab: &Lab, kind: &str, name: &str, good: impl Fn(&Value) -> bool)
 
 #[test]
 fn an_egress_gets_an_address_of_its_pool_and_its_status_says_which_and_where() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         lab.manifests().write("pool", &pool("prod-external-ip-pool", "192.0.2.32/28"))?;
         lab.manifests().write("empty-pool", &pool("too-small", "192.0.2.64/31"))?;
@@ -97,7 +96,6 @@ fn an_egress_gets_an_address_of_its_pool_and_its_status_says_which_and_where() {
 
 #[test]
 fn an_address_alone_is_found_on_whatever_node_has_it_and_followed() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         let own = egress(V4, &[50])[0];
         lab.manifests().write("egress", &of_app("egress-web", "web", &format!("  egressIP: {own}")))?;
@@ -137,7 +135,6 @@ fn an_address_alone_is_found_on_whatever_node_has_it_and_followed() {
 
 #[test]
 fn several_pools_and_several_addresses_serve_one_egress() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         for (name, cidr) in [("a", "192.0.2.32/30"), ("b", "192.0.2.48/28"), ("six", "2001:db8:2::40/124")] {
             lab.manifests().write(name, &pool(name, cidr))?;

@@ -10,7 +10,9 @@ use lab::traffic::{BulkReport, BulkServer, Direction, ServerMode, TcpServer, bul
 use lab::{Family, Lab, Pod, PodSpec, Server};
 
 use crate::spread::wait_all_used;
-use crate::support::{WEB, at, counter, gateways_where, named, policy, pool, start, wait_counter, wait_in_force};
+use crate::support::{
+    WEB, at, calm, counter, gateways_where, named, policy, policy_pod, pool, start, wait_counter, wait_in_force,
+};
 
 /// Bits per second of Ethernet frames. The tests measure the IP packets in them, one per cent less.
 const RATE: f64 = 80e6;
@@ -121,7 +123,6 @@ fn share(bits: f64) -> f64 {
 
 #[test]
 fn eight_streams_reach_the_rate_and_a_flood_no_more() {
-    lab::require_root!();
     Lab::builder().workers(2).gateways(1).alone().run(|lab| {
         limited(lab, LIMIT)?;
         let pods = ["worker1", "worker2"].map(|node| PodSpec::new(&format!("web-{node}"), node).label("app", "web"));
@@ -159,7 +160,6 @@ fn eight_streams_reach_the_rate_and_a_flood_no_more() {
 
 #[test]
 fn pods_on_the_owner_are_limited_too_and_other_egress_ips_are_not() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).alone().run(|lab| {
         limited(lab, LIMIT)?;
         let other =
@@ -184,16 +184,11 @@ fn pods_on_the_owner_are_limited_too_and_other_egress_ips_are_not() {
 /// The carriers enforce their parts of what goes out, and the owner all that comes in.
 #[test]
 fn a_spread_egress_ip_keeps_its_rate_in_sum() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(4).alone().run(|lab| {
         let pool = pool("public", 10, 10, None).replace("spec:", "spec:\n  outbound: Spread");
         lab.manifests().write("pool", &pool)?;
         let spec = format!("{WEB}\n  egressIPPools: [{{name: public, count: 1}}]{LIMIT}");
-        lab.manifests().write("web", &policy("web", &spec))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = policy_pod(lab, &policy("web", &spec), &[10], &calm())?;
         let echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
         wait_all_used(lab, &pod, server.ips.at(Family::V4, 81))?;
         drop(echo);

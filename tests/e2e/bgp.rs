@@ -217,11 +217,11 @@ fn one_egress_ip_is_routed_to_four_gateways_and_survives_the_death_of_one() {
         };
         let reset = || {
             streams.reset_pauses();
-            clients.iter().for_each(TcpClients::reset_pauses);
+            clients.iter().for_each(|clients| clients.reset_pauses());
             questions.iter().for_each(UdpClients::reset_pauses);
         };
         let judge = |what: &str, most: Duration| {
-            let tcp = clients.iter().flat_map(TcpClients::connections).chain(streams.connections());
+            let tcp = clients.iter().flat_map(|clients| clients.connections()).chain(streams.connections());
             let tcp = tcp.map(|one| one.pause()).max().unwrap_or_default();
             let udp = questions.iter().flat_map(UdpClients::flows).map(|flow| flow.pause()).max();
             let udp = udp.unwrap_or_default();

@@ -196,7 +196,6 @@ fn opened_again(trace: &Trace) -> Result<usize> {
 /// docs/failures.md: headless.
 #[test]
 fn headless_a_gateway_dies_while_controller_and_store_are_away() {
-    lab::require_root!();
     under_load(&StartOptions::new(), |lab, load, victim| {
         let nodes = behead(lab, load)?;
         let captures = load.0.pods().iter().map(|pod| Capture::start(pod, "eth0")).collect::<Result<Vec<_>>>()?;
@@ -226,7 +225,6 @@ fn headless_a_gateway_dies_while_controller_and_store_are_away() {
 
 #[test]
 fn a_gateway_that_loses_a_link_or_its_power_is_replaced_at_once_and_comes_back() {
-    lab::require_root!();
     under_load(&StartOptions::new(), |lab, load, victim| {
         wait_reminder(lab, victim)?;
         links_die(lab, load, victim)?;
@@ -243,7 +241,6 @@ fn a_gateway_that_loses_a_link_or_its_power_is_replaced_at_once_and_comes_back()
 /// The kernel of a gateway continues without its agent until the deadline. Then others answer, and it forwards what still arrives.
 #[test]
 fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_or_without() {
-    lab::require_root!();
     let options = StartOptions::new().config(SHORT);
     under_load(&options, |lab, load, victim| {
         let syns = load.0.syns_repeated()?;
@@ -287,7 +284,6 @@ fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_o
 /// retransmitted.
 #[test]
 fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
-    lab::require_root!();
     under_load(&StartOptions::new(), |lab, load, victim| {
         let syns = load.0.syns_repeated()?;
         lab.agent(victim).terminate()?;
@@ -301,7 +297,6 @@ fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
 /// docs/failures.md: flooded. All carriers have an egress IP's leases; the one that a frame is for forwards it.
 #[test]
 fn flooded_frames_are_forwarded_once() {
-    lab::require_root!();
     Lab::builder().workers(2).gateways(3).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, None))?;
         lab.manifests()

@@ -44,7 +44,6 @@ fn told(lab: &Lab, node: &str, policy: &str) -> Result<Value> {
 
 #[test]
 fn a_manifest_of_ciliums_documentation_works_as_it_is() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).far_servers(2).run(|lab| {
         lab.add_namespace("other", &[])?;
         let address = egress(Family::V4, &[50])[0];
@@ -101,7 +100,6 @@ fn a_manifest_of_ciliums_documentation_works_as_it_is() {
 
 #[test]
 fn pods_are_assigned_in_turn_and_then_stay() {
-    lab::require_root!();
     Lab::builder().workers(2).run(|lab| {
         let gateways = |hosts: &[u8]| -> String {
             let one = |host: &u8| {
@@ -140,7 +138,6 @@ fn pods_are_assigned_in_turn_and_then_stay() {
 
 #[test]
 fn policies_that_cilium_ignores_silently_are_reported_and_disturb_nobody() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let address = egress(Family::V4, &[50])[0];
         // Not every node: a worker may be the first that is ready, and its network has no route back to this address.
@@ -206,7 +203,6 @@ fn policies_that_cilium_ignores_silently_are_reported_and_disturb_nobody() {
 
 #[test]
 fn the_first_gateway_by_name_serves_and_the_next_one_when_it_is_gone() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         let address = egress(Family::V4, &[50])[0];
         let gateway = format!("  egressGateway: {{nodeSelector: {{matchLabels: {{egress: \"true\"}}}}, egressIP: {address}}}\n");

@@ -17,7 +17,6 @@ fn assign(lab: &Lab, node: &str) -> Result<()> {
 
 #[test]
 fn without_announcements_a_cloud_learns_from_objects_and_events_who_has_what() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;

@@ -12,8 +12,8 @@ use lab::traffic::{
 use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, Server, wait_until};
 
 use crate::support::{
-    PATIENCE, assert_no_strangers, at, attaching, counter, egress, fixed, sources, start_with, wait_counter,
-    wait_in_force, web, web_pod, web_pod_with,
+    PATIENCE, assert_no_strangers, at, attaching, counter, egress, fixed, sources, wait_counter, wait_in_force,
+    web_pod, web_pod_with,
 };
 
 /// A lab with a selected pod of this kind on `worker1`, in force, whose node does not masquerade: what leaks shows the pod's address.
@@ -46,7 +46,6 @@ fn route(lab: &Lab, pod: &Pod, means: Means, position: ChainPosition) -> Result<
 /// docs/failures.md: ebpf-cni.
 #[test]
 fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
-    lab::require_root!();
     for (means, cni) in [(Means::Tcx, Cni::PointToPoint), (Means::Tcx, Cni::Bridge), (Means::Clsact, Cni::PointToPoint)]
     {
         with_pod_by(means, cni, |lab, pod, server| {
@@ -73,7 +72,6 @@ fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
 /// docs/failures.md: ebpf-cni, before our program is first again: nothing has inspected these packets.
 #[test]
 fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
-    lab::require_root!();
     for means in Means::BOTH {
         with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
             for family in Family::BOTH {
@@ -101,7 +99,6 @@ fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
 /// docs/failures.md: ebpf-cni, policy-bypass: what such a CNI forbids.
 #[test]
 fn ebpf_cni_that_denies_holds() {
-    lab::require_root!();
     for means in Means::BOTH {
         with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
             let node = lab.node(&pod.node).ns.clone();
@@ -128,7 +125,6 @@ fn ebpf_cni_that_denies_holds() {
 /// docs/failures.md: ebpf-cni, masquerade: a program of the CNI's at the exit, behind ours, gives every packet the node's address.
 #[test]
 fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
-    lab::require_root!();
     for means in Means::BOTH {
         with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
             let node = lab.node(&pod.node);
@@ -157,7 +153,6 @@ fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
 /// Firewall rules see the interface that the administrator expects.
 #[test]
 fn forward_sees_the_real_output_interface() {
-    lab::require_root!();
     with_pod(Cni::PointToPoint, |lab, pod, server| {
         let node = lab.node(&pod.node);
         let rule = |interface: &str| {
@@ -181,7 +176,6 @@ fn forward_sees_the_real_output_interface() {
 /// A node without a default route is a reason to have gateways. Packets pass FORWARD there as well.
 #[test]
 fn a_node_without_a_default_route_sends_by_the_tunnel_device() {
-    lab::require_root!();
     with_pod(Cni::PointToPoint, |lab, pod, server| {
         let node = lab.node(&pod.node);
         node.ns.sh("ip route del default; ip -6 route del default")?;
@@ -211,7 +205,6 @@ fn refused(lab: &Lab, node: &str, counted: &str, what: &str, send: impl Fn() -> 
 /// docs/failures.md: forged-source, for raw sockets of the host and of pods with hostNetwork.
 #[test]
 fn forged_source_of_a_host_socket_does_not_leave() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -239,14 +232,8 @@ fn forged_source_of_a_host_socket_does_not_leave() {
 /// docs/failures.md: forged-encap, for sockets of the host and of pods with hostNetwork: they need no right to forge addresses.
 #[test]
 fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
-    lab::require_root!();
-    let builder = Lab::builder().workers(2).gateways(1);
-    builder.run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &fixed("device"))?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+    Lab::builder().workers(2).gateways(1).run(|lab| {
+        let (pod, server) = web_pod_with(lab, &[10], &fixed("device"))?;
         let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
         let capture = Capture::start(&server.ns, "eth0")?;
         let device = |node: &str| lab.node(node).underlay.at(Family::V4, TUNNEL_PORT);
@@ -278,7 +265,6 @@ fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
 /// Pods that no policy selects, and the node itself, behave as without Spillway.
 #[test]
 fn unselected_pods_and_the_node_itself_are_not_limited() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;
         let routed = lab.add_pod(PodSpec::new("routed", "worker1"))?;

@@ -10,8 +10,8 @@ use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClien
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Server};
 
 use crate::support::{
-    PATIENCE, WEB, at, counter, egress, gateways_where, named, owner, policy, pool, sources, start, wait_counter,
-    wait_in_force, wait_sources, web, web_pod,
+    PATIENCE, WEB, at, calm, counter, egress, gateways_where, named, owner, policy, policy_pod, pool, sources, start,
+    wait_counter, wait_in_force, wait_sources, web, web_pod,
 };
 
 /// Who sends the packets that reach `server` from `source`.
@@ -26,7 +26,6 @@ fn senders(pod: &Pod, server: &Server, family: Family, source: IpAddr) -> Result
 /// docs/failures.md: re-encap.
 #[test]
 fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).cni(cni).run(|lab| {
             let one = |name: &str, app: &str, host: u8, node: &str| {
@@ -79,7 +78,6 @@ fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
 /// docs/failures.md: reserved-port (the listener's half).
 #[test]
 fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_its_own_traffic() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let gateway = lab.node("gw2").clone();
         let own = Family::BOTH.map(|family| egress(family, &[50])[0]);
@@ -170,18 +168,13 @@ fn pass(from: &UdpSocket, target: SocketAddr, to: &UdpSocket, what: &str) -> Res
 /// docs/failures.md: reserved-port (a listener that comes later, at a port that a flow uses at that moment).
 #[test]
 fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let entry = format!(
             "{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}, interface: ext0}}]",
             named("gw2")
         );
-        lab.manifests().write("web", &policy("web", &entry))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
+        let (pod, server) = policy_pod(lab, &policy("web", &entry), &[102], &calm())?;
         let gateway = lab.node("gw2").clone();
-        wait_in_force(&pod, &server, &[102])?;
         for (family, any) in Family::BOTH.into_iter().zip(["0.0.0.0:0", "[::]:0"]) {
             let own = egress(family, &[102])[0];
             let far = TcpServer::start(&server.ns, &[server.ips.at(family, 9100)], ServerMode::Echo)?;
@@ -279,7 +272,6 @@ fn with_own_address(lab: &mut Lab) -> Result<(Pod, Pod, Server)> {
 /// docs/failures.md: masq-ports.
 #[test]
 fn masq_ports_what_a_gateway_masquerades_from_leased_ports_is_answered() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (_, plain, server) = with_own_address(lab)?;
         for family in Family::BOTH {
@@ -305,7 +297,6 @@ fn masq_ports_what_a_gateway_masquerades_from_leased_ports_is_answered() {
 /// docs/failures.md: masq-ports, on purpose: a pod that no policy selects has its packets masqueraded to the 5-tuples of flows.
 #[test]
 fn masq_ports_nobody_takes_a_flows_replies_by_masquerading() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, plain, server) = with_own_address(lab)?;
         for (family, any) in Family::BOTH.into_iter().zip(["0.0.0.0:0", "[::]:0"]) {
@@ -346,16 +337,12 @@ fn masq_ports_nobody_takes_a_flows_replies_by_masquerading() {
 
 #[test]
 fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let entry = |rest: &str, node: &str| {
             format!("{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}{rest}}}]", named(node))
         };
-        lab.manifests().write("web", &policy("web", &entry(", interface: ext0", "gw1")))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[101])?;
+        let first = policy("web", &entry(", interface: ext0", "gw1"));
+        let (pod, server) = policy_pod(lab, &first, &[101], &calm())?;
         lab.manifests().write("web", &policy("web", &entry("", "gw2")))?;
         wait_in_force(&pod, &server, &[102])?;
         // The underlay's interface has the address, and another one leads to the server.
@@ -389,7 +376,6 @@ fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there
 /// Next hops are cached for a moment; flows that never pause follow a change of routes.
 #[test]
 fn route_changes_at_a_gateway_are_followed_by_flows_that_go_on() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let gateway = lab.node("gw1").clone();
@@ -426,7 +412,6 @@ fn route_changes_at_a_gateway_are_followed_by_flows_that_go_on() {
 
 #[test]
 fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 45, Some("10s")))?;
         let request = |name: &str, app: &str, request: &str| {

@@ -10,8 +10,8 @@ use lab::traffic::{ConnectRate, ConnectionReport, ServerMode, TcpClients, TcpOpt
 use lab::{Capture, Family, Lab, PodSpec, Segment, Server, StartOptions, Trace, stays, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, QUIET, WEB, assert_no_strangers, egress, mac_text, neighbour, owner, policy, pool, start, start_with,
-    wait_in_force, wait_owner, wait_refused, web, who_answers,
+    PATIENCE, QUIET, WEB, assert_no_strangers, calm, egress, mac_text, neighbour, owner, policy, policy_pod, pool,
+    start_with, wait_in_force, wait_owner, wait_refused, web, web_pod_with, who_answers,
 };
 
 /// The egress IPs of both families with these host numbers.
@@ -40,7 +40,6 @@ fn check_trace(trace: &Trace, server: &Server, hosts: &[u8]) {
 /// docs/failures.md: dead-gateway, outside-first, stack-answers.
 #[test]
 fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
-    lab::require_root!();
     const HOSTS: [u8; 3] = [10, 11, 12];
     Lab::builder().run(|lab| {
         lab.manifests().write("web", &web(&HOSTS))?;
@@ -117,14 +116,9 @@ fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
 /// are dead.
 #[test]
 fn dead_gateway_packets_avoid_one_that_does_not_answer() {
-    lab::require_root!();
     const HOSTS: [u8; 3] = [10, 11, 12];
     Lab::builder().workers(1).run(|lab| {
-        lab.manifests().write("web", &web(&HOSTS))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &StartOptions::new())?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &HOSTS)?;
+        let (pod, server) = web_pod_with(lab, &HOSTS, &StartOptions::new())?;
         let capture = Capture::start(&server.ns, "eth0")?;
         let owners: Vec<(IpAddr, Option<String>)> = all_of(&HOSTS).into_iter().map(|ip| (ip, owner(lab, ip))).collect();
         // The underlay loses the gateways' frames; they still renew their leases.
@@ -152,15 +146,10 @@ fn pooled(count: u8) -> String {
 
 #[test]
 fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
-    lab::require_root!();
     const HOSTS: [u8; 2] = [40, 41];
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
-        lab.manifests().write("web", &pooled(2))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &StartOptions::new())?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &HOSTS)?;
+        let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &StartOptions::new())?;
         let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let clients = Family::BOTH
             .map(|family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 30, TcpOptions::default()));
@@ -195,15 +184,10 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
 /// A live gateway hands its egress IPs to others, and gets them back: no new connection waits for a second SYN.
 #[test]
 fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
-    lab::require_root!();
     const HOSTS: [u8; 2] = [40, 41];
     Lab::builder().workers(1).gateways(2).alone().run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
-        lab.manifests().write("web", &pooled(2))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &HOSTS)?;
+        let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &calm())?;
         wait_for("gw1 carries its share", PATIENCE, || Ok(carried(lab, "gw1", &HOSTS).len() == 2))?;
         let _echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
         // A lost SYN is retransmitted after a second: too late.
@@ -232,17 +216,12 @@ fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
 /// docs/failures.md: no-garp.
 #[test]
 fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
-    lab::require_root!();
     const HOSTS: [u8; 1] = [40];
     /// An owner announces itself every ten seconds in any case.
     const BEFORE_REMINDERS: Duration = Duration::from_secs(8);
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 40, None))?;
-        lab.manifests().write("web", &pooled(1))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &StartOptions::new())?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &HOSTS)?;
+        let (pod, server) = policy_pod(lab, &pooled(1), &HOSTS, &StartOptions::new())?;
         for ip in all_of(&HOSTS) {
             let old = wait_owner(lab, ip, |_| true)?;
             let new = if old == "gw1" { "gw2" } else { "gw1" };
@@ -284,15 +263,10 @@ fn all_who_answer(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>>
 /// docs/failures.md: zombie-owner.
 #[test]
 fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
-    lab::require_root!();
     const HOSTS: [u8; 2] = [40, 41];
     Lab::builder().workers(1).gateways(3).alone().run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, None))?;
-        lab.manifests().write("web", &pooled(2))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &StartOptions::new())?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &HOSTS)?;
+        let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &StartOptions::new())?;
         let mac_of = |lab: &Lab, node: &str| lab.node(node).external_mac();
 
         // Frozen: everything on the node continues but its agent.
@@ -335,13 +309,8 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
 /// docs/failures.md: stack-answers. Nothing but the pods answers with an egress IP.
 #[test]
 fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
-        lab.manifests().write("web", &web(&[10, 11]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &StartOptions::new())?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10, 11])?;
+        let (_, server) = web_pod_with(lab, &[10, 11], &StartOptions::new())?;
         let capture = Capture::start(&server.ns, "eth0")?;
         for ip in all_of(&[10, 11]) {
             // To ports in a free block, in a leased one without a flow, and below all blocks.
@@ -390,15 +359,10 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
 /// With the controller dead everything continues, also when a source node's agent restarts.
 #[test]
 fn traffic_continues_while_the_controller_is_dead() {
-    lab::require_root!();
     const LEASE: Duration = Duration::from_secs(2);
     let options = StartOptions::new().config(&format!("lease: {{renew: 500ms, duration: {}s}}\n", LEASE.as_secs()));
     Lab::builder().workers(1).gateways(2).run(|lab| {
-        lab.manifests().write("web", &web(&[10, 11]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &options)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10, 11])?;
+        let (pod, server) = web_pod_with(lab, &[10, 11], &options)?;
         let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let clients = TcpClients::establish(&pod.ns, server.ips.at(Family::V4, 80), 30, TcpOptions::default())?;
         let capture = Capture::start(&server.ns, "eth0")?;

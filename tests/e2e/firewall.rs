@@ -80,7 +80,6 @@ fn is_respected(lab: &Lab, pod: &Pod, tool: Tool) -> Result<()> {
 /// docs/failures.md: policy-bypass.
 #[test]
 fn policy_bypass_what_the_forward_chain_drops_does_not_leave() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let mut pods = Vec::new();
@@ -104,7 +103,6 @@ fn policy_bypass_what_the_forward_chain_drops_does_not_leave() {
 /// docs/failures.md: policy-bypass, where the node sends for itself.
 #[test]
 fn policy_bypass_holds_on_a_gateway_that_owns_the_egress_ip() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         start(lab)?;

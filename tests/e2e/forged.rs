@@ -36,7 +36,6 @@ fn ask(pod: &Pod, own: SocketAddr, server: &Server, target: SocketAddr) -> Resul
 /// docs/failures.md: forged-encap. The node masquerades what its pods send to other nodes.
 #[test]
 fn forged_encap_no_pod_reaches_a_tunnel() {
-    lab::require_root!();
     Lab::builder().workers(2).gateways(1).masquerade_underlay(true).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let attackers = [
@@ -75,7 +74,6 @@ fn forged_encap_no_pod_reaches_a_tunnel() {
 /// docs/failures.md: forged-encap, where the pod's interface has no program: the FORWARD chain.
 #[test]
 fn forged_encap_holds_without_a_program_at_the_pods_interface() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).masquerade_underlay(true).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
         let leased = Family::BOTH.map(|family| leased_port(lab, family));
@@ -99,7 +97,6 @@ fn forged_encap_holds_without_a_program_at_the_pods_interface() {
 /// docs/failures.md: forged-source.
 #[test]
 fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
-    lab::require_root!();
     Lab::builder().workers(2).gateways(1).masquerade(false).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let remote = [
@@ -148,8 +145,7 @@ fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
 
 /// docs/failures.md: vlan-tag.
 #[test]
-fn vlan_tag_no_tagged_frame_of_a_pod_goes_anywhere() {
-    lab::require_root!();
+fn vlan_tag_tagged_frames_of_pods_are_dropped() {
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod(lab, &[10])?;
@@ -200,7 +196,6 @@ fn of_flow(lab: &Lab, pod: &Pod, family: Family, port: u16) -> Result<Option<Soc
 /// docs/failures.md: forged-error. The firewall denies the flow: nothing of it passes, in neither direction.
 #[test]
 fn forged_error_is_no_channel_past_the_firewall() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod(lab, &[10])?;
@@ -246,7 +241,6 @@ fn forged_error_is_no_channel_past_the_firewall() {
 /// docs/failures.md: forged-error. On a bridge, only the flow tells which port a pod is behind.
 #[test]
 fn forged_error_about_another_pods_flow_is_dropped() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod(lab, &[10])?;
@@ -270,8 +264,7 @@ fn forged_error_about_another_pods_flow_is_dropped() {
 
 /// docs/failures.md: inbound-poison.
 #[test]
-fn inbound_poison_what_another_pod_says_is_not_said_by_the_outside() {
-    lab::require_root!();
+fn inbound_poison_packets_of_another_pod_do_not_count_as_outside() {
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod(lab, &[10])?;
@@ -292,7 +285,6 @@ fn inbound_poison_what_another_pod_says_is_not_said_by_the_outside() {
 /// docs/failures.md: syn-ack. A raw SYN+ACK exempts nothing from the policy, unless what it answers may have come in unseen.
 #[test]
 fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
-    lab::require_root!();
     // Segments of no connection would keep the pod's address, whatever the rules for masquerading.
     Lab::builder().workers(1).gateways(1).masquerade(false).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
@@ -340,7 +332,6 @@ fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
 /// about a connection that it still has with an ACK, and about one that it no longer has with a reset.
 #[test]
 fn forged_close_a_reset_behind_data_in_flight_counts_if_the_pod_has_taken_it() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;

@@ -15,7 +15,6 @@ use crate::support::{
 /// docs/failures.md: hook-order, clsact-order.
 #[test]
 fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
-    lab::require_root!();
     for means in Means::BOTH {
         Lab::builder().workers(1).gateways(1).run(|lab| {
             lab.manifests().write("web", &web(&[10]))?;
@@ -67,7 +66,6 @@ fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
 /// docs/failures.md: inbound-unseen. Incoming packets are put into the pod past its interface's egress hook.
 #[test]
 fn inbound_unseen_connections_of_the_outside_are_left_alone() {
-    lab::require_root!();
     // The node's conntrack does not see the one direction either, and would masquerade the other.
     Lab::builder().workers(1).gateways(1).masquerade(false).run(|lab| {
         // With `Keep`, connections of an older pod might be older than the policy, and are left alone anyway.
@@ -124,7 +122,6 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
 /// docs/failures.md: tunnel-port.
 #[test]
 fn tunnel_port_that_is_taken_is_named_with_its_owner_and_a_remedy() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let node = lab.node("worker1").ns.clone();
         node.ip(&[
@@ -138,9 +135,6 @@ fn tunnel_port_that_is_taken_is_named_with_its_owner_and_a_remedy() {
             assert!(log.contains(part), "{part} is not in {log}");
         }
         node.ip(&["link del somebodys0".to_owned()])?;
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        wait_in_force(&pod, lab.server("server1"), &[10]).context("with the port free again")
+        web_pod(lab, &[10]).map(drop).context("with the port free again")
     });
 }

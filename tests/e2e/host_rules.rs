@@ -60,7 +60,6 @@ fn flows_with(
 /// back.
 #[test]
 fn rp_filter_strict_everywhere_drops_nothing() {
-    lab::require_root!();
     flows_under(Lab::builder().rp_filter(1), "", |_, _| Ok(()));
     let device = fixed("device");
     flows_with(Lab::builder().rp_filter(1), &device, "", |_, _| Ok(()));
@@ -69,7 +68,6 @@ fn rp_filter_strict_everywhere_drops_nothing() {
 /// docs/failures.md: masquerade. Unconditional, even for the tunnel's outer packets.
 #[test]
 fn masquerade_of_everything_changes_no_source() {
-    lab::require_root!();
     let rules = "table inet hostile { chain post {
             type nat hook postrouting priority srcnat - 10
             masquerade random
@@ -87,8 +85,7 @@ fn drop_invalid() -> String {
 
 /// docs/failures.md: ct-invalid. Nothing masquerades: packets are lost here only because conntrack calls them invalid.
 #[test]
-fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
-    lab::require_root!();
+fn ct_invalid_rule_drops_none_of_our_packets() {
     flows_under(Lab::builder().masquerade(false), &drop_invalid(), |lab, pods| {
         // A connection that lives for a while, in both directions.
         let server = lab.server("server1").clone();
@@ -104,7 +101,6 @@ fn ct_invalid_packets_are_dropped_and_none_of_ours_is_one() {
 /// docs/failures.md: ct-invalid. The packet that the host's answer quotes is not tracked.
 #[test]
 fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
-    lab::require_root!();
     let device = fixed("device");
     flows_with(Lab::builder().masquerade(false), &device, &drop_invalid(), |lab, pods| {
         let server = lab.server("server1").clone();
@@ -121,8 +117,7 @@ fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
 /// docs/failures.md: forward-drop. Only what pods send is forwarded; replies, and what gateways send for others, are
 /// not.
 #[test]
-fn forward_drop_as_the_policy_eats_no_reply() {
-    lab::require_root!();
+fn forward_drop_policy_drops_no_reply() {
     let [pods4, pods6] = address::PODS;
     let rules = format!(
         "table inet hostile {{ chain forward {{ type filter hook forward priority filter; policy drop;
@@ -138,7 +133,6 @@ fn forward_drop_as_the_policy_eats_no_reply() {
 /// and our bit is set on packets that are not ours.
 #[test]
 fn mark_clash_with_every_common_bit_changes_nothing() {
-    lab::require_root!();
     let rules = format!(
         "table inet hostile {{
             chain everything {{
@@ -184,7 +178,6 @@ fn mark_clash_with_every_common_bit_changes_nothing() {
 /// docs/failures.md: outer-mark.
 #[test]
 fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
-    lab::require_root!();
     let rules = "table inet watch {
         counter tunnelled { }
         counter marked { }
@@ -215,7 +208,6 @@ fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
 /// docs/failures.md: policy-bypass, masquerade: somebody else removes what the agent made.
 #[test]
 fn hostile_flushes_of_rules_let_nothing_out_and_are_mended() {
-    lab::require_root!();
     flows_under(Lab::builder(), "", |lab, pods| {
         let (server, node) = (lab.server("server1").clone(), lab.node("worker1").ns.clone());
         let whole = |lab: &Lab| -> Result<usize> {

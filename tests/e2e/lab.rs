@@ -24,19 +24,16 @@ const TICKS: Duration = Duration::from_millis(100);
 
 #[test]
 fn unpoliced_traffic_of_point_to_point_pods_has_the_nodes_address() {
-    lab::require_root!();
     unpoliced_traffic_has_the_nodes_address(Cni::PointToPoint, 0);
 }
 
 #[test]
 fn unpoliced_traffic_of_bridged_pods_has_the_nodes_address() {
-    lab::require_root!();
     unpoliced_traffic_has_the_nodes_address(Cni::Bridge, 0);
 }
 
 #[test]
 fn unpoliced_traffic_passes_strict_reverse_path_filters() {
-    lab::require_root!();
     unpoliced_traffic_has_the_nodes_address(Cni::PointToPoint, 1);
 }
 
@@ -88,7 +85,6 @@ fn reaches(lab: &Lab, pod: &Pod, server: &Server) -> Result<()> {
 
 #[test]
 fn pods_reach_each_other_and_are_reached_from_outside() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().cni(cni).run(|lab| {
             for (name, node) in [("a", "worker1"), ("b", "worker1"), ("c", "worker2")] {
@@ -112,7 +108,6 @@ fn pods_reach_each_other_and_are_reached_from_outside() {
 
 #[test]
 fn pods_come_and_go_and_change_their_addresses() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(0).far_servers(0).cni(cni).run(|lab| {
             let first = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
@@ -141,7 +136,6 @@ fn pods_come_and_go_and_change_their_addresses() {
 
 #[test]
 fn streams_survive_a_pause_and_report_it() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(0).run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1"))?;
         let server = lab.server("server1");
@@ -186,7 +180,6 @@ fn streams_survive_a_pause_and_report_it() {
 
 #[test]
 fn a_dead_node_is_silent_and_the_others_are_not() {
-    lab::require_root!();
     Lab::builder().workers(2).gateways(1).run(|lab| {
         let dead = lab.add_pod(PodSpec::new("dead", "worker1"))?;
         let alive = lab.add_pod(PodSpec::new("alive", "worker2"))?;
@@ -218,7 +211,6 @@ fn a_dead_node_is_silent_and_the_others_are_not() {
 
 #[test]
 fn captures_decode_neighbours_errors_and_fragments() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).far_mtu(1300).run(|lab| {
     let pod = lab.add_pod(PodSpec::new("web", "worker1"))?;
     let (server, far, gateway) = (lab.server("server1"), lab.server("far1"), lab.node("gw1"));
@@ -273,7 +265,6 @@ fn captures_decode_neighbours_errors_and_fragments() {
 
 #[test]
 fn connections_are_opened_at_a_rate() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(0).run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1"))?;
         let server = lab.server("server1");
@@ -292,7 +283,6 @@ fn connections_are_opened_at_a_rate() {
 
 #[test]
 fn bulk_transfers_go_both_ways_with_and_without_offload() {
-    lab::require_root!();
     const BYTES: u64 = 3_000_000;
     Lab::builder().workers(1).gateways(0).far_mtu(1400).run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1"))?;
@@ -332,7 +322,6 @@ fn stand_in(dir: &Path) -> Result<std::path::PathBuf> {
 
 #[test]
 fn processes_run_in_their_node_and_are_killed_frozen_and_cut_off() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let options = StartOptions::new().binary(&stand_in(lab.dir())?).with_controller().config("a: 1").arg("--extra");
         lab.start_agents(&options)?;

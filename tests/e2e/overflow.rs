@@ -81,7 +81,6 @@ fn start_pod(lab: &mut Lab, spec: PodSpec) -> Result<Pod> {
 /// docs/failures.md: overflow-open.
 #[test]
 fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes_on() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         // That pods of the crowd have no address is no problem yet, however long the test takes.
         let options = StartOptions::new().config(&format!("{CALM}metrics: {METRICS}\nstartLimit: 1h\n"));

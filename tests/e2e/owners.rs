@@ -10,7 +10,7 @@ use lab::{Capture, Family, Lab, Packet, Pod, PodSpec, Segment, Server, StartOpti
 
 use crate::support::{
     PATIENCE, WEB, announces, egress, has_bpftool, mac_text, neighbour, owner, policy, start_with, wait_in_force,
-    wait_owner, wait_sources, web, web_pod, who_answers,
+    wait_owner, wait_sources, web, web_pod, web_pod_with, who_answers,
 };
 
 /// The time between two announcements of a new owner.
@@ -21,11 +21,7 @@ const DEFENCE: Duration = Duration::from_secs(4);
 /// A policy with one egress IP of each family on two gateways, in force, with the default (short) leases.
 fn with_owner(test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
     Lab::builder().workers(1).gateways(2).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &StartOptions::new())?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let (pod, server) = web_pod_with(lab, &[10], &StartOptions::new())?;
         test(lab, &pod, &server)
     });
 }
@@ -44,7 +40,6 @@ fn owners(lab: &Lab) -> Result<[String; 2]> {
 /// to the outside first, so that it still believes that it is the owner.
 #[test]
 fn two_owners_after_a_partition_heals_become_one_again() {
-    lab::require_root!();
     with_owner(|lab, pod, server| {
         let old = owners(lab)?[0].clone();
         let lost: Vec<IpAddr> = ips().into_iter().filter(|ip| owner(lab, *ip).as_deref() == Some(&*old)).collect();
@@ -105,7 +100,6 @@ fn two_owners_after_a_partition_heals_become_one_again() {
 /// owner keeps answering for it, and reannounces it.
 #[test]
 fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
-    lab::require_root!();
     with_owner(|lab, pod, server| {
         let rogue = [0x02, 0xba, 0xd0, 0, 0, 1];
         for away in [false, true] {
@@ -143,7 +137,6 @@ fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
 /// docs/failures.md: restart-race. An agent that was away while its egress IPs moved does not carry them when it is back.
 #[test]
 fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
-    lab::require_root!();
     with_owner(|lab, pod, server| {
         let old = owners(lab)?[0].clone();
         let lost: Vec<IpAddr> = ips().into_iter().filter(|ip| owner(lab, *ip).as_deref() == Some(&*old)).collect();
@@ -177,7 +170,6 @@ fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
 /// docs/failures.md: ip-moves. An owner's uplink goes down; the egress IPs move elsewhere.
 #[test]
 fn ip_moves_when_the_link_of_its_owner_goes_down() {
-    lab::require_root!();
     with_owner(|lab, pod, server| {
         for broken in ["administrator", "cable"] {
             let old = owners(lab)?[0].clone();
@@ -210,7 +202,6 @@ fn ip_moves_when_the_link_of_its_owner_goes_down() {
 /// docs/failures.md: ip-moves. A node's own address is the egress IP, and another one replaces it.
 #[test]
 fn ip_moves_when_a_node_gets_another_address() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let gateway = "\n  egressGateways:\n  - {nodeSelector: {matchLabels: {egress: \"true\"}}, interface: ext0}";
         lab.manifests().write("web", &policy("web", &format!("{WEB}{gateway}")))?;
@@ -239,7 +230,6 @@ fn ip_moves_when_a_node_gets_another_address() {
 /// docs/failures.md: mld. A switch forwards a request only to members of its group, once it has a querier.
 #[test]
 fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
-    lab::require_root!();
     with_owner(|lab, _, server| {
         let switch = lab.external().clone();
         switch.sysctls(&[("net.ipv6.conf.br0.disable_ipv6", "0")])?;

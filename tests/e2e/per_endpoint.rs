@@ -49,7 +49,6 @@ pub fn loads(assignments: &BTreeMap<String, IpAddr>) -> Vec<usize> {
 
 #[test]
 fn every_pod_has_one_egress_ip_and_they_are_balanced() {
-    lab::require_root!();
     Lab::builder().run(|lab| {
         let spec = format!("{WEB}{}\n  distribution: PerEndpoint", gateways(&[10, 11, 12]));
         lab.manifests().write("web", &policy("web", &spec))?;
@@ -67,7 +66,6 @@ fn every_pod_has_one_egress_ip_and_they_are_balanced() {
 
 #[test]
 fn changes_move_only_the_pods_that_they_must() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         let spec = |hosts: &[u8]| policy("web", &format!("{WEB}{}\n  distribution: PerEndpoint", gateways(hosts)));
         lab.manifests().write("web", &spec(&[10, 11, 12]))?;

@@ -80,7 +80,6 @@ fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
 /// docs/failures.md: pod-start.
 #[test]
 fn a_pod_whose_first_act_is_connect_never_shows_another_address() {
-    lab::require_root!();
     Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, false));
 }
 
@@ -95,7 +94,6 @@ fn a_pod_that_inherits_an_address_never_shows_the_nodes() {
 /// docs/failures.md: pod-start, if the agent does not run until the pod has sent.
 #[test]
 fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
-    lab::require_root!();
     for (cni, options) in [(Cni::PointToPoint, calm()), (Cni::Bridge, bypass())] {
         Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {
             lab.manifests().write("web", &web(&[10, 11]))?;
@@ -205,8 +203,7 @@ fn hold_forever_a_pod_that_does_not_start_lets_unknown_sources_be_held_for_a_whi
 
 /// docs/failures.md: unknown-interface. Its packets bypass every interface that the node has for pods.
 #[test]
-fn unknown_interface_a_selected_pod_that_no_interface_leads_to_is_told() {
-    lab::require_root!();
+fn unknown_interface_a_selected_pod_without_an_interface_is_reported() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
         let pod = lab.prepare_pod(PodSpec::new("aside", "worker1").label("app", "web"))?;
@@ -226,7 +223,6 @@ fn unknown_interface_a_selected_pod_that_no_interface_leads_to_is_told() {
 /// Pods that no policy selects start as usual, even while a selected one is starting.
 #[test]
 fn pods_without_a_policy_are_not_held() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;

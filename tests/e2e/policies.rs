@@ -24,7 +24,6 @@ const FAR: &str = "[198.51.100.0/24, \"2001:db8:51::/64\"]";
 
 #[test]
 fn the_longest_prefix_wins_and_exclusions_count_in_their_own_policy() {
-    lab::require_root!();
     Lab::builder().workers(1).far_servers(2).run(|lab| {
         let excluded = "\n  excludedCIDRs: [198.51.100.11/32, \"2001:db8:51::11/128\"]";
         let (all, far) = (
@@ -50,7 +49,6 @@ fn the_longest_prefix_wins_and_exclusions_count_in_their_own_policy() {
 
 #[test]
 fn of_equal_prefixes_the_older_policy_wins_and_then_the_name() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         let dated = |name: &str, date: &str, host: u8| {
             let metadata = format!("metadata: {{name: {name}, creationTimestamp: \"{date}\"}}");
@@ -75,7 +73,6 @@ fn of_equal_prefixes_the_older_policy_wins_and_then_the_name() {
 
 #[test]
 fn pods_are_selected_by_their_own_their_namespaces_and_their_nodes_labels() {
-    lab::require_root!();
     Lab::builder().run(|lab| {
         lab.add_namespace("prod", &[("env", "prod")])?;
         let selectors = "[{podSelector: {}, namespaceSelector: {matchLabels: {env: prod}}, nodeSelector: {matchLabels: \
@@ -108,7 +105,6 @@ fn pods_are_selected_by_their_own_their_namespaces_and_their_nodes_labels() {
 
 #[test]
 fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("all", &narrow("all", "[{podSelector: {}}]", ALL, 10))?;
         lab.manifests().write("web", &narrow("web", WEB_PODS, FAR, 11))?;
@@ -130,7 +126,6 @@ fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
 /// docs/failures.md: update-gap. A busy pod soon opens every connection with the ports of an earlier, closed one.
 #[test]
 fn connections_with_the_ports_of_closed_ones_are_spread_over_what_was_added_since() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
@@ -163,7 +158,6 @@ fn connections_with_the_ports_of_closed_ones_are_spread_over_what_was_added_sinc
 
 #[test]
 fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_no_connection() {
-    lab::require_root!();
     const ROUNDS: u32 = 40;
     Lab::builder().workers(1).alone().run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;

@@ -40,7 +40,6 @@ fn annotate(lab: &Lab, node: &str, key: &str, value: &str) -> Result<()> {
 
 #[test]
 fn addresses_of_several_pools_lie_on_different_nodes_over_all_policies() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         lab.manifests().write("a", &pool("a", 40, 45, Some("10s")))?;
         lab.manifests().write("b", &pool("b", 50, 55, Some("10s")))?;
@@ -86,7 +85,6 @@ fn at_the_limit_of_the_configuration_an_address_waits_nothing_moves_and_it_is_se
 
 /// At most two addresses on each of two gateways: by a field of the pool, or by the configuration.
 fn at_the_limit(field: &str, options: &StartOptions) {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let limited = format!("{}{field}\n", pool("public", 40, 45, Some("10s")).trim_end());
         lab.manifests().write("pool", &limited)?;
@@ -131,7 +129,6 @@ fn at_the_limit(field: &str, options: &StartOptions) {
 
 #[test]
 fn a_gateway_by_interface_follows_the_address_of_the_interface() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let spec = format!(
             "{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}, interface: ext0}}]",

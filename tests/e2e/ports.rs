@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use crate::support::{
     PATIENCE, calm, counter, drops, egress, has_bpftool, settings, start, start_with, wait_counter, wait_in_force, web,
+    web_pod_with,
 };
 
 /// A port of the server on which nothing listens.
@@ -84,7 +85,6 @@ fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], S
 /// destination without a single packet lost or a port used twice.
 #[test]
 fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
-    lab::require_root!();
     with_two_pods(&calm(), |lab, pods, server| {
         for family in Family::BOTH {
             let target = server.ips.at(family, TARGET);
@@ -151,7 +151,6 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
 /// to one destination, without waiting for any timeout.
 #[test]
 fn port_leak_closed_connections_give_their_ports_back() {
-    lab::require_root!();
     with_two_pods(&calm(), |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);
         let before = counter(lab, "worker1", "drop_no_port")?;
@@ -173,7 +172,6 @@ fn port_leak_closed_connections_give_their_ports_back() {
 /// Two source nodes share an egress IP: their blocks never overlap.
 #[test]
 fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
-    lab::require_root!();
     Lab::builder().workers(2).gateways(1).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let pods = [
@@ -205,14 +203,10 @@ fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
 /// deadline.
 #[test]
 fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         // The deadline is the default one.
         let config = "maxFlows: 600000\nprobe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\n";
-        start_with(lab, &StartOptions::new().config(config))?;
-        wait_in_force(&pod, lab.server("server1"), &[10])?;
+        web_pod_with(lab, &[10], &StartOptions::new().config(config))?;
         let maps = lab.pins("gw1").join("maps");
         lab.agent("gw1").freeze()?;
         for family in ["V4", "V6"] {
@@ -237,7 +231,6 @@ fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
 /// through to that server.
 #[test]
 fn port_share_one_pod_does_not_take_all_ports_towards_a_server() {
-    lab::require_root!();
     with_two_pods(&calm(), |lab, [flooder, other], server| {
         for family in Family::BOTH {
             let target = server.ips.at(family, TARGET);
@@ -296,7 +289,6 @@ const RAMP_NICE: i32 = -5;
 /// one server: within a second it needs more ports than it has.
 #[test]
 fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
-    lab::require_root!();
     const NODES: u8 = 10;
     /// How many blocks of an egress IP each node may count on: its share of half of the blocks.
     const SHARE: u64 = 1008 / 2 / NODES as u64;

@@ -8,10 +8,10 @@ use lab::traffic::{
     BulkReport, BulkServer, Direction, FragmentOrder, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients,
     UdpOptions, UdpServer, bulk, ping, send_fragments,
 };
-use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, address, wait_until};
+use lab::{Capture, Cni, Family, Lab, StartOptions, address, wait_until};
 
 use crate::support::{
-    PATIENCE, answers_in_fragments, assert_no_strangers, bypass, calm, egress, fixed, start_with, wait_in_force, web,
+    PATIENCE, answers_in_fragments, assert_no_strangers, bypass, calm, egress, fixed, wait_in_force, web_pod_with,
 };
 use crate::transport::wait_transport;
 
@@ -27,12 +27,8 @@ fn with_pod(builder: lab::Builder, test: impl FnOnce(&mut Lab, lab::Pod) -> Resu
 /// [`with_pod`] with options for the agents.
 fn with_pod_and(builder: lab::Builder, options: &StartOptions, test: impl FnOnce(&mut Lab, lab::Pod) -> Result<()>) {
     builder.workers(1).gateways(2).run(|lab| {
-        lab.manifests().write("web", &web(&HOSTS))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, options)?;
-        for server in ["server1", "far1"] {
-            wait_in_force(&pod, lab.server(server), &HOSTS)?;
-        }
+        let (pod, _) = web_pod_with(lab, &HOSTS, options)?;
+        wait_in_force(&pod, lab.server("far1"), &HOSTS)?;
         test(lab, pod)
     });
 }
@@ -88,20 +84,17 @@ fn tcp_udp_and_echo(cni: Cni, offload: bool) {
 
 #[test]
 fn tcp_udp_and_echo_of_point_to_point_pods() {
-    lab::require_root!();
     tcp_udp_and_echo(Cni::PointToPoint, true);
 }
 
 #[test]
 fn v6_csum_tcp_udp_and_echo_of_bridged_pods_with_every_checksum_filled_in() {
-    lab::require_root!();
     tcp_udp_and_echo(Cni::Bridge, false);
 }
 
 /// docs/failures.md: icmp-error.
 #[test]
 fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
-    lab::require_root!();
     with_pod(Lab::builder().far_mtu(1300), |lab, pod| {
         let (near, far) = (lab.server("server1"), lab.server("far1"));
         let at_pod = Capture::start(&pod.ns, "eth0")?;
@@ -154,21 +147,18 @@ fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
 /// docs/failures.md: fragments.
 #[test]
 fn fragments_of_datagrams_arrive_with_the_egress_ip_and_so_do_their_answers() {
-    lab::require_root!();
     fragments_both_ways(&calm());
 }
 
 /// docs/failures.md: fragments, if no stack puts them into order.
 #[test]
 fn fragments_arrive_both_ways_without_the_firewall() {
-    lab::require_root!();
     fragments_both_ways(&bypass());
 }
 
 /// docs/failures.md: fragments, if the firewall is bypassed and lets nothing pass.
 #[test]
 fn fragments_that_fit_the_transport_do_not_meet_a_bypassed_firewall() {
-    lab::require_root!();
     const MTU: u32 = 1400;
     let small = Lab::builder().pod_mtu(MTU).external_mtu(MTU).far_mtu(MTU);
     with_pod_and(small, &bypass(), |lab, pod| {
@@ -226,7 +216,6 @@ fn fragments_both_ways(options: &StartOptions) {
 /// docs/failures.md: mtu (the half without TCP: packets that must not be fragmented are answered).
 #[test]
 fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         with_pod_and(Lab::builder().cni(cni), &fixed("device"), |lab, pod| {
             let server = lab.server("server1");
@@ -261,7 +250,6 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
 /// docs/failures.md: mtu. The first packet of a flow is not limited by a tunnel that it does not take.
 #[test]
 fn mtu_a_packet_that_fits_a_transport_without_a_tunnel_is_not_answered() {
-    lab::require_root!();
     with_pod_and(Lab::builder(), &fixed("direct"), |lab, pod| {
         wait_transport(lab, "direct")?;
         for (family, headers) in Family::BOTH.into_iter().zip([28, 48]) {
@@ -276,7 +264,6 @@ fn mtu_a_packet_that_fits_a_transport_without_a_tunnel_is_not_answered() {
 /// docs/failures.md: mtu (packets of confirmed flows).
 #[test]
 fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
-    lab::require_root!();
     for transport in ["device", "vxlan"] {
         let options = fixed(transport);
         with_pod_and(Lab::builder(), &options, |lab, pod| {
@@ -299,7 +286,6 @@ fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
 /// docs/failures.md: mtu (the TCP half: clamping), gso: the card cuts large segments, or the kernel does it instead.
 #[test]
 fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
-    lab::require_root!();
     for (transport, offload) in [("device", true), ("device", false), ("vxlan", true), ("vxlan", false)] {
         bulk_transfers(transport, offload, [1410, 1390]);
     }
@@ -308,7 +294,6 @@ fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
 /// Without a tunnel nothing is lowered.
 #[test]
 fn bulk_transfers_without_a_tunnel_use_the_whole_underlay() {
-    lab::require_root!();
     bulk_transfers("direct", true, [1460, 1440]);
 }
 

@@ -21,13 +21,8 @@ const HOSTS: [u8; 3] = [10, 11, 12];
 /// docs/failures.md: restart, tail-call.
 #[test]
 fn killing_and_restarting_agents_under_load_loses_nothing() {
-    lab::require_root!();
     Lab::builder().workers(1).alone().run(|lab| {
-        lab.manifests().write("web", &web(&HOSTS))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &HOSTS)?;
+        let (pod, server) = web_pod(lab, &HOSTS)?;
         let capture = Capture::start(&server.ns, "eth0")?;
         let streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let _echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
@@ -125,7 +120,6 @@ fn pins(lab: &Lab, node: &str) -> Vec<String> {
 
 #[test]
 fn cleanup_leaves_nothing_behind() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
@@ -165,7 +159,6 @@ fn cleanup_leaves_nothing_behind() {
 
 #[test]
 fn maps_of_another_layout_are_refused_with_a_remedy() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(0).run(|lab| {
         lab.start_agent("worker1", &calm())?;
         wait_agent(lab, "worker1")?;
@@ -194,7 +187,6 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
 /// A restarted agent keeps the kernel's state: flows, and that the outside opened some of them.
 #[test]
 fn a_restarted_agent_takes_over_what_is_pinned() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let inbound = TcpServer::start(&pod.ns, &pod.ips.both(80), ServerMode::Stream)?;

@@ -6,12 +6,12 @@ use std::net::IpAddr;
 use anyhow::{Context, Result};
 use lab::traffic::forge::{FORWARD, REPLY, TUNNEL_PORT};
 use lab::traffic::{Protocol, send_vxlan, send_vxlan_from};
-use lab::{Capture, Family, Lab, PodSpec, address, wait_for, wait_until};
+use lab::{Capture, Family, Lab, address, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::support::{
-    PATIENCE, WEB, at, counter, egress, fixed, owner, policy, pool, sources, start, wait_counter, wait_in_force,
-    web_pod, web_pod_with,
+    PATIENCE, WEB, at, calm, counter, egress, fixed, owner, policy, policy_pod, pool, sources, wait_counter, web_pod,
+    web_pod_with,
 };
 
 /// A source port of the egress IP that worker1 has used: it is in a block that is leased to that node.
@@ -31,15 +31,11 @@ pub fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
 
 #[test]
 fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
-    lab::require_root!();
     Lab::builder().workers(2).gateways(2).run(|lab| {
         // The other gateway is no carrier.
         lab.manifests().write("pool", &format!("{}  carriers: 1\n", pool("one", 10, 10, None)))?;
-        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPools: [{{name: one}}]")))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10])?;
+        let pooled = policy("web", &format!("{WEB}\n  egressIPPools: [{{name: one}}]"));
+        let (pod, server) = policy_pod(lab, &pooled, &[10], &calm())?;
         for family in Family::BOTH {
             let ip = egress(family, &[10])[0];
             let gateway = owner(lab, ip).context("an owner")?;
@@ -98,7 +94,6 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
 
 #[test]
 fn a_source_node_delivers_only_what_a_node_sent() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let udp = lab::traffic::UdpServer::start(&server.ns, &server.ips.both(53))?;
@@ -137,7 +132,6 @@ fn a_source_node_delivers_only_what_a_node_sent() {
 /// delivered to the wrong pod.
 #[test]
 fn every_packet_counts_for_the_policy_whatever_its_ports() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -195,7 +189,6 @@ fn wait_agents_tell(lab: &Lab, object: &str) -> Result<()> {
 /// outside, and an egress IP.
 #[test]
 fn claims_of_a_compromised_node_take_nothing_from_others() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         // With `direct`, a node is identified by its MAC address.
         let (pod, server) = web_pod_with(lab, &[10], &fixed("vxlan"))?;
@@ -235,7 +228,6 @@ fn claims_of_a_compromised_node_take_nothing_from_others() {
 /// docs/failures.md: stale-node. Leftovers of deleted nodes have the address of a live one.
 #[test]
 fn stale_node_objects_with_the_address_of_a_new_node_take_nothing_from_it() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         // With `direct`, a node is identified by its MAC address.
         let (pod, server) = web_pod_with(lab, &[10], &fixed("vxlan"))?;

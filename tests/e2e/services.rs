@@ -84,7 +84,6 @@ fn no_way_to_the_outside(lab: &Lab, pod: &Pod, server: &Server) -> Result<()> {
 /// docs/failures.md: service-bypass.
 #[test]
 fn service_bypass_no_packet_for_an_endpoint_outside_leaves_past_the_policy() {
-    lab::require_root!();
     let all =
         [(Cni::PointToPoint, true, "respect"), (Cni::PointToPoint, false, "respect"), (Cni::Bridge, true, "bypass")];
     for (cni, masquerade, firewall) in all {
@@ -116,7 +115,6 @@ fn service_bypass_no_packet_for_an_endpoint_outside_leaves_past_the_policy() {
 /// a service.
 #[test]
 fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod_with(lab, &[10], &settings("respect"))?;
         translate(&lab.node("worker1").ns, 10, [server.ips.v4.into(), server.ips.v6.into()])?;
@@ -139,7 +137,6 @@ fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
 /// address or, where the network routes pods' addresses, the pod's.
 #[test]
 fn service_bypass_is_none_of_connections_to_the_api_server() {
-    lab::require_root!();
     for masquerade in [true, false] {
         Lab::builder().workers(1).gateways(1).masquerade(masquerade).run(|lab| {
             let api_server = service(Family::V4, 10).to_string();
@@ -169,7 +166,6 @@ fn service_bypass_is_none_of_connections_to_the_api_server() {
 /// answers go to the node and leave for the outside with another destination.
 #[test]
 fn service_bypass_is_none_of_the_answers_of_a_node_port() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod_with(lab, &[10], &settings("respect"))?;

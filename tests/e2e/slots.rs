@@ -4,17 +4,16 @@ use std::net::IpAddr;
 
 use anyhow::Result;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
-use lab::{Capture, Family, Lab, PodSpec};
+use lab::{Capture, Family, Lab};
 
 use crate::support::{
-    PATIENCE, WEB, assert_no_strangers, egress, gateways_where, policy, sources, start, wait_in_force, wait_refused,
-    web, web_pod,
+    PATIENCE, WEB, assert_no_strangers, calm, egress, gateways_where, policy, policy_pod, sources, wait_in_force,
+    wait_refused, web, web_pod,
 };
 
 /// The best-known promise: one of four gateways is removed, without effect on other flows.
 #[test]
 fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(4).run(|lab| {
         let (pod, server) = web_pod(lab, &[10, 11, 12, 13])?;
         let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
@@ -85,17 +84,13 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
 /// docs/failures.md: dead-in-set.
 #[test]
 fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leaves_nothing() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         for (number, name) in ["gw1", "gw2", "gw3"].into_iter().enumerate() {
             lab.relabel_node(name, &[("place", &format!("p{number}"))])?;
         }
         let own = [(10, 1, "place: p0"), (11, 1, "place: p1"), (12, 1, "place: p2")];
-        lab.manifests().write("web", &policy("web", &format!("{WEB}{}", gateways_where(&own))))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10, 11, 12])?;
+        let placed = policy("web", &format!("{WEB}{}", gateways_where(&own)));
+        let (pod, server) = policy_pod(lab, &placed, &[10, 11, 12], &calm())?;
         let capture = Capture::start(&server.ns, "eth0")?;
         lab.relabel_node("gw2", &[])?;
         wait_in_force(&pod, &server, &[10, 12])?;
@@ -115,7 +110,6 @@ fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leav
 /// docs/failures.md: stale-nat.
 #[test]
 fn stale_nat_a_reused_five_tuple_gets_the_present_egress_ip() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;

@@ -5,19 +5,14 @@ use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
-use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, Trace, stats, wait_until};
+use lab::{Capture, Cni, Family, Lab, Pod, StartOptions, Trace, stats, wait_until};
 
-use crate::support::{PATIENCE, WEB, egress, owner, policy, pool, start, start_with, wait_in_force, web, weighted};
+use crate::support::{PATIENCE, WEB, calm, egress, owner, policy, policy_pod, pool, web_pod, weighted};
 
 #[test]
 fn three_thousand_flows_spread_evenly_over_three_gateways() {
-    lab::require_root!();
     Lab::builder().cni(Cni::Bridge).run(|lab| {
-        lab.manifests().write("web", &web(&[10, 11, 12]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1");
-        wait_in_force(&pod, server, &[10, 11, 12])?;
+        let (pod, server) = web_pod(lab, &[10, 11, 12])?;
         // The first gateways to be ready carry everything at first; in the end each has one egress IP of each family.
         for family in Family::BOTH {
             let ips: Vec<String> = egress(family, &[10, 11, 12]).iter().map(ToString::to_string).collect();
@@ -65,14 +60,9 @@ fn three_thousand_flows_spread_evenly_over_three_gateways() {
 
 #[test]
 fn weights_are_shares_of_new_flows() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         let spec = format!("{WEB}{}", weighted(&[(10, 1), (11, 2), (12, 5)]));
-        lab.manifests().write("web", &policy("web", &spec))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1");
-        wait_in_force(&pod, server, &[10, 11, 12])?;
+        let (pod, server) = policy_pod(lab, &policy("web", &spec), &[10, 11, 12], &calm())?;
         let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
         for family in Family::BOTH {
             let flows = UdpClients::start(
@@ -95,13 +85,8 @@ fn weights_are_shares_of_new_flows() {
 
 #[test]
 fn ecmp_split_flows_keep_their_egress_ip_while_the_weights_change() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
-        lab.manifests().write("web", &web(&[10, 11, 12]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1");
-        wait_in_force(&pod, server, &[10, 11, 12])?;
+        let (pod, server) = web_pod(lab, &[10, 11, 12])?;
         let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
         let tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let start_udp = |family| UdpClients::start(&pod.ns, server.ips.at(family, 53), 60, UdpOptions::default());
@@ -115,7 +100,7 @@ fn ecmp_split_flows_keep_their_egress_ip_while_the_weights_change() {
             let weights = [f64::from(a), f64::from(b), f64::from(c)];
             for family in Family::BOTH {
                 let counts = || {
-                    let seen = crate::support::sources_at(&pod.ns, server, port, family, 300)?;
+                    let seen = crate::support::sources_at(&pod.ns, &server, port, family, 300)?;
                     let ips = egress(family, &[10, 11, 12]);
                     Ok(ips.iter().map(|ip| seen.get(ip).copied().unwrap_or(0) as u64).collect::<Vec<_>>())
                 };
@@ -167,14 +152,10 @@ pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
 /// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it if one of them fails.
 #[test]
 fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_flows() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(4).alone().run(|lab| {
         lab.manifests().write("pool", &format!("{}  outbound: Spread\n", pool("public", 40, 40, None)))?;
-        lab.manifests().write("web", &policy("web", &format!("{WEB}\n  egressIPPools: [{{name: public}}]")))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &StartOptions::new())?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[40])?;
+        let spread = policy("web", &format!("{WEB}\n  egressIPPools: [{{name: public}}]"));
+        let (pod, server) = policy_pod(lab, &spread, &[40], &StartOptions::new())?;
         let all: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();
         let echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
         for family in Family::BOTH {

@@ -7,8 +7,8 @@ use lab::traffic::{ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServ
 use lab::{Capture, Family, Lab, PodSpec, StartOptions, wait_until};
 
 use crate::support::{
-    PATIENCE, WEB, assert_no_strangers, calm, egress, gateways, object_name, policy, start, start_with, wait_in_force,
-    web,
+    PATIENCE, WEB, assert_no_strangers, calm, egress, gateways, object_name, policy, start, wait_in_force, web,
+    web_pod_with,
 };
 
 /// What Spillway wrote about a policy.
@@ -34,7 +34,6 @@ fn wait_problem(lab: &Lab, parts: &[&str]) -> Result<()> {
 
 #[test]
 fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
@@ -78,7 +77,6 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
 
 #[test]
 fn a_policy_that_cannot_be_carried_out_says_why_and_disturbs_nobody() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let api =
@@ -109,13 +107,8 @@ fn term(lab: &Lab, address: IpAddr) -> Result<Vec<String>> {
 
 #[test]
 fn a_second_controller_stands_by_and_takes_over() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(2).run(|lab| {
-        lab.manifests().write("web", &web(&[10, 11]))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, &StartOptions::new())?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &[10, 11])?;
+        let (pod, server) = web_pod_with(lab, &[10, 11], &StartOptions::new())?;
         lab.start_controller("standby", &StartOptions::new())?;
         let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let clients = TcpClients::establish(&pod.ns, server.ips.at(Family::V6, 80), 30, TcpOptions::default())?;

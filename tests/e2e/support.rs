@@ -204,7 +204,12 @@ pub fn web_pod(lab: &mut Lab, hosts: &[u8]) -> Result<(Pod, Server)> {
 
 /// [`web_pod`] with options for agents and controller.
 pub fn web_pod_with(lab: &mut Lab, hosts: &[u8], options: &StartOptions) -> Result<(Pod, Server)> {
-    lab.manifests().write("web", &web(hosts))?;
+    policy_pod(lab, &web(hosts), hosts, options)
+}
+
+/// [`web_pod_with`] under the policy of this text, which gives the pod the egress IPs with these host numbers.
+pub fn policy_pod(lab: &mut Lab, text: &str, hosts: &[u8], options: &StartOptions) -> Result<(Pod, Server)> {
+    lab.manifests().write("web", text)?;
     let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
     start_with(lab, options)?;
     let server = lab.server("server1").clone();

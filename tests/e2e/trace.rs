@@ -35,7 +35,6 @@ fn stream(pod: &Pod, server: &Server) -> Result<(UdpServer, Vec<UdpClients>)> {
 
 #[test]
 fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet() {
-    lab::require_root!();
     Lab::builder().workers(1).alone().run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let usual = attached(lab)?;
@@ -71,7 +70,7 @@ fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet()
             )?;
             assert!(!told.contains('<'), "a number without a name: {told}");
             let busy = lab.egressctl_text("worker1", &["trace", "--pod", "default/web"]).unwrap_err();
-            assert!(format!("{busy:#}").contains("one at a time"), "{busy:#}");
+            assert!(format!("{busy:#}").contains("only one can run at a time"), "{busy:#}");
             tool.kill()?;
             wait_until("the usual programs are back", PATIENCE, || attached(lab), |now| *now == usual)?;
         }
@@ -89,7 +88,6 @@ fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet()
 
 #[test]
 fn trace_ends_with_its_agent_and_the_next_one_has_the_usual_programs() {
-    lab::require_root!();
     Lab::builder().workers(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let (_answering, flows) = stream(&pod, &server)?;

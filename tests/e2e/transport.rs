@@ -12,7 +12,7 @@ use lab::traffic::{
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, wait_until};
 
 use crate::support::{
-    PATIENCE, assert_no_strangers, counter, egress, fixed, start_with, wait_counter, wait_in_force, web,
+    PATIENCE, assert_no_strangers, counter, egress, fixed, wait_counter, wait_in_force, web, web_pod_with,
 };
 
 const HOSTS: [u8; 2] = [10, 11];
@@ -25,11 +25,7 @@ fn auto() -> StartOptions {
 /// A lab with one pod under a policy with two egress IPs, in force.
 fn with_pod(builder: lab::Builder, options: &StartOptions, test: impl FnOnce(&mut Lab, Pod, Server) -> Result<()>) {
     builder.workers(1).gateways(2).run(|lab| {
-        lab.manifests().write("web", &web(&HOSTS))?;
-        let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        start_with(lab, options)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&pod, &server, &HOSTS)?;
+        let (pod, server) = web_pod_with(lab, &HOSTS, options)?;
         test(lab, pod, server)
     });
 }
@@ -122,26 +118,22 @@ fn carried(builder: lab::Builder, transport: &str, sent: &str) {
 
 #[test]
 fn direct_carries_everything() {
-    lab::require_root!();
     carried(Lab::builder(), "direct", "sent_direct");
 }
 
 #[test]
 fn vxlan_carries_everything() {
-    lab::require_root!();
     carried(Lab::builder(), "vxlan", "sent_vxlan");
 }
 
 #[test]
 fn the_device_carries_everything() {
-    lab::require_root!();
     carried(Lab::builder(), "device", "sent_tunnel");
 }
 
 /// docs/failures.md: large-answer. Some fragments of an answer fit into the path between the nodes, others do not.
 #[test]
 fn large_answer_all_fragments_of_an_answer_arrive_by_each_transport() {
-    lab::require_root!();
     for (transport, routed) in
         [("vxlan", false), ("vxlan", true), ("device", false), ("device", true), ("direct", false)]
     {
@@ -181,15 +173,13 @@ fn through_router(lab: &Lab) -> Result<()> {
 }
 
 #[test]
-fn an_underlay_with_small_packets_is_kept_to() {
-    lab::require_root!();
+fn vxlan_carries_everything_over_an_underlay_with_a_small_mtu() {
     // What is too large for the path goes through the device, in fragments.
     carried(Lab::builder().underlay_mtu(1400), "vxlan", "sent_vxlan");
 }
 
 #[test]
 fn tunnelled_packets_of_a_pod_take_the_device() {
-    lab::require_root!();
     const PORT: u16 = 4799;
     with_pod(Lab::builder(), &fixed("vxlan"), |lab, pod, server| {
         wait_transport(lab, "vxlan")?;
@@ -257,7 +247,6 @@ fn survive(lab: &mut Lab, pod: &Pod, server: &Server, change: impl FnOnce(&mut L
 
 #[test]
 fn auto_falls_back_when_foreign_addresses_are_dropped_and_goes_back_later() {
-    lab::require_root!();
     with_pod(Lab::builder(), &auto(), |lab, pod, server| {
         wait_transport(lab, "direct")?;
         survive(lab, &pod, &server, |lab| {
@@ -276,7 +265,6 @@ fn auto_falls_back_when_foreign_addresses_are_dropped_and_goes_back_later() {
 
 #[test]
 fn auto_follows_the_route() {
-    lab::require_root!();
     with_pod(Lab::builder(), &auto(), |lab, pod, server| {
         wait_transport(lab, "direct")?;
         let router = lab::address::underlay(1);
@@ -300,7 +288,6 @@ fn auto_follows_the_route() {
 
 #[test]
 fn nodes_with_different_settings_understand_each_other() {
-    lab::require_root!();
     Lab::builder().workers(4).gateways(4).run(|lab| {
         const ALL: [u8; 4] = [10, 11, 12, 13];
         lab.manifests().write("web", &web(&ALL))?;
@@ -348,7 +335,6 @@ fn large_over_ipv6(lab: &Lab, pod: &Pod, server: &Server, family: Family, transp
 /// Nodes that have only IPv6 addresses.
 #[test]
 fn an_ipv6_underlay_carries_both_families_by_each_transport() {
-    lab::require_root!();
     for (transport, sent) in [("vxlan", "sent_vxlan"), ("direct", "sent_direct"), ("device", "sent_tunnel")] {
         Lab::builder().workers(1).gateways(1).run(|lab| {
             for name in ["worker1", "gw1"] {
@@ -357,11 +343,7 @@ fn an_ipv6_underlay_carries_both_families_by_each_transport() {
                 let rest: Vec<&str> = text.lines().filter(|line| !line.contains(&own)).collect();
                 lab.manifests().write(&file, &(rest.join("\n") + "\n"))?;
             }
-            lab.manifests().write("web", &web(&[10]))?;
-            let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-            start_with(lab, &fixed(transport))?;
-            let server = lab.server("server1").clone();
-            wait_in_force(&pod, &server, &[10])?;
+            let (pod, server) = web_pod_with(lab, &[10], &fixed(transport))?;
             let before = counter(lab, "worker1", sent)?;
             most(&pod, &server)?;
             assert!(counter(lab, "worker1", sent)? > before + 100, "{sent}");

@@ -11,7 +11,7 @@ use lab::{Capture, Cni, Family, Lab, NetNs, PodSpec, Server, StartOptions, wait_
 
 use crate::support::{
     CALM, LOOK_PORT, PATIENCE, WEB, at, gateways, policy, sources, start, start_with, wait_in_force, wait_refused,
-    wait_sources, web,
+    wait_sources, web, web_pod,
 };
 
 /// The source address of a connection from `client` to `target` in `server`.
@@ -24,7 +24,6 @@ fn source_seen(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr>
 /// only a ServiceCIDR names that of the Services.
 #[test]
 fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_configuration() {
-    lab::require_root!();
     Lab::builder().gateways(1).far_servers(2).run(|lab| {
         for name in ["worker1", "worker2", "gw1"] {
             let node = lab.node(name);
@@ -133,7 +132,6 @@ fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
 /// docs/failures.md: everything-policy.
 #[test]
 fn everything_policy_leaves_the_clusters_own_traffic_alone() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().gateways(1).far_servers(2).cni(cni).run(|lab| {
             lab.manifests().write("web", &web(&[10]))?;
@@ -207,14 +205,9 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
 /// docs/failures.md: reply-inbound.
 #[test]
 fn reply_inbound_replies_of_what_the_outside_opened_are_left_alone() {
-    lab::require_root!();
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {
-            lab.manifests().write("web", &web(&[10, 11]))?;
-            let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-            start(lab)?;
-            let server = lab.server("server1");
-            wait_in_force(&pod, server, &[10, 11])?;
+            let (pod, server) = web_pod(lab, &[10, 11])?;
             let (tcp, udp) = (
                 TcpServer::start(&pod.ns, &pod.ips.both(80), ServerMode::Echo)?,
                 UdpServer::start(&pod.ns, &pod.ips.both(53))?,
@@ -241,14 +234,13 @@ fn reply_inbound_replies_of_what_the_outside_opened_are_left_alone() {
                 assert_eq!(seen.into_keys().collect::<Vec<_>>(), [own], "{:?}", strays.packets());
             }
             // The pod's own connections still belong to the policy.
-            wait_in_force(&pod, server, &[10, 11])
+            wait_in_force(&pod, &server, &[10, 11])
         });
     }
 }
 
 #[test]
 fn connections_that_are_older_than_the_policy_stay_on_their_path_or_are_cut() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let keep = lab.add_pod(PodSpec::new("keep", "worker1").label("app", "web"))?;
         let cut = lab.add_pod(PodSpec::new("cut", "worker1").label("app", "cut"))?;
@@ -295,7 +287,6 @@ fn connections_that_are_older_than_the_policy_stay_on_their_path_or_are_cut() {
 /// `onNoGateway`: with `Drop` nothing leaves, with `NodeIP` the node's address is used.
 #[test]
 fn without_a_gateway_nothing_leaves_unless_the_policy_says_so() {
-    lab::require_root!();
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let nobody = "egress: \"nobody\"";
         let spec = format!("{WEB}{}", crate::support::gateways_where(&[(10, 1, nobody)]));

@@ -44,7 +44,6 @@ fn wait_native(lab: &Lab, expected: &[&str]) -> Result<String> {
 
 #[test]
 fn all_protocols_arrive_through_the_driver_programs() {
-    lab::require_root!();
     ["direct", "vxlan"].into_iter().for_each(|transport| all_protocols_arrive(builder(), transport));
 }
 
@@ -90,7 +89,6 @@ fn assert_sent_by_drivers(lab: &Lab, before: [u64; 3], percent: u64) -> Result<(
 
 #[test]
 fn packets_of_a_vlan_go_through_the_driver_programs_both_ways() {
-    lab::require_root!();
     const VLAN: u16 = 101;
     for transport in ["direct", "vxlan"] {
         builder().cards().run(|lab| {
@@ -118,7 +116,6 @@ fn packets_of_a_vlan_go_through_the_driver_programs_both_ways() {
 
 #[test]
 fn xdp_is_switched_under_load_without_packet_loss() {
-    lab::require_root!();
     builder().cards().alone().run(|lab| {
         let (pod, server) = web_pod_with(lab, &HOSTS, &options("direct", "Off"))?;
         let _tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
@@ -149,7 +146,6 @@ fn xdp_is_switched_under_load_without_packet_loss() {
 
 #[test]
 fn a_veth_stays_at_tc_unless_it_is_asked_for() {
-    lab::require_root!();
     builder().cards().run(|lab| {
         web_pod_with(lab, &HOSTS, &options("direct", "Auto"))?;
         let why = wait_native(lab, &[])?;
@@ -162,7 +158,6 @@ fn a_veth_stays_at_tc_unless_it_is_asked_for() {
 
 #[test]
 fn foreign_xdp_programs_and_offloaded_vlan_tags_are_respected() {
-    lab::require_root!();
     builder().cards().run(|lab| {
         let gateway = lab.node("gw1").ns.clone();
         // A foreign program that redirects only frames that nobody sends; the rest passes.

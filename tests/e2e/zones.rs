@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use anyhow::Result;
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
-use lab::{Family, Lab, PodSpec, Segment};
+use lab::{Family, Lab, Pod, PodSpec, Segment, Server};
 
 use crate::support::{
     PATIENCE, WEB, egress, gateways_where, named, policy, start, wait_in_force, wait_refused, wait_sources,
@@ -22,17 +22,22 @@ fn builder() -> lab::Builder {
     Lab::builder().workers(2).gateways(2).zones(&["a", "b"])
 }
 
+/// A running Spillway with this preference, two pods, each on its node and with its egress IPs in force, and the server.
+fn zoned_pods(lab: &mut Lab, zone: &str, near: (&str, &[u8]), far: (&str, &[u8])) -> Result<(Pod, Pod, Server)> {
+    lab.manifests().write("web", &zoned(zone))?;
+    let mut pod = |name: &str, node: &str| lab.add_pod(PodSpec::new(name, node).label("app", "web"));
+    let (one, other) = (pod("near", near.0)?, pod("far", far.0)?);
+    start(lab)?;
+    let server = lab.server("server1").clone();
+    wait_in_force(&one, &server, near.1)?;
+    wait_in_force(&other, &server, far.1)?;
+    Ok((one, other, server))
+}
+
 #[test]
 fn a_preferred_zone_serves_while_one_of_its_gateways_lives_and_flows_stay_where_they_began() {
-    lab::require_root!();
     builder().run(|lab| {
-        lab.manifests().write("web", &zoned("{mode: Prefer}"))?;
-        let near = lab.add_pod(PodSpec::new("near", "worker1").label("app", "web"))?;
-        let far = lab.add_pod(PodSpec::new("far", "worker2").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&near, &server, &[10])?;
-        wait_in_force(&far, &server, &[11])?;
+        let (near, far, server) = zoned_pods(lab, "{mode: Prefer}", ("worker1", &[10]), ("worker2", &[11]))?;
         // The zone's only gateway cannot be reached: the other zone serves.
         lab.cut("gw1", Segment::Underlay)?;
         wait_in_force(&near, &server, &[11])?;
@@ -58,15 +63,8 @@ fn a_preferred_zone_serves_while_one_of_its_gateways_lives_and_flows_stay_where_
 
 #[test]
 fn a_required_zone_serves_or_nothing_leaves() {
-    lab::require_root!();
     builder().run(|lab| {
-        lab.manifests().write("web", &zoned("{mode: Require}"))?;
-        let near = lab.add_pod(PodSpec::new("near", "worker1").label("app", "web"))?;
-        let far = lab.add_pod(PodSpec::new("far", "worker2").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&near, &server, &[10])?;
-        wait_in_force(&far, &server, &[11])?;
+        let (near, far, server) = zoned_pods(lab, "{mode: Require}", ("worker1", &[10]), ("worker2", &[11]))?;
         lab.cut("gw1", Segment::Underlay)?;
         wait_refused(&near, &server)?;
         wait_in_force(&far, &server, &[11])?;
@@ -87,14 +85,7 @@ fn a_required_zone_serves_or_nothing_leaves() {
 
 #[test]
 fn a_pod_on_a_gateway_prefers_that_gateway_where_the_policy_says_so() {
-    lab::require_root!();
     builder().run(|lab| {
-        lab.manifests().write("web", &zoned("{mode: Any, preferLocalNode: true}"))?;
-        let local = lab.add_pod(PodSpec::new("local", "gw1").label("app", "web"))?;
-        let other = lab.add_pod(PodSpec::new("other", "worker1").label("app", "web"))?;
-        start(lab)?;
-        let server = lab.server("server1").clone();
-        wait_in_force(&local, &server, &[10])?;
-        wait_in_force(&other, &server, &[10, 11])
+        zoned_pods(lab, "{mode: Any, preferLocalNode: true}", ("gw1", &[10]), ("worker1", &[10, 11])).map(drop)
     });
 }

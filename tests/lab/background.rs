@@ -1,13 +1,18 @@
 //! Threads in network namespaces that work until their owner ends them.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow};
 
 use crate::netns::NetNs;
+
+/// What threads share, also after one of them has panicked.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Whether a thread is to end: what it looks at again and again.
 #[derive(Clone, Debug, Default)]

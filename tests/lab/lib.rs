@@ -3,7 +3,7 @@
 //! A [`topology::Lab`] is a small cluster made of network namespaces; [`process`] runs Spillway's programs in it,
 //! [`traffic`] makes pods exchange traffic with the outside, [`capture`] records what passes, [`wait`] waits for
 //! conditions. To the lab, Spillway is only programs to start: it depends on none of its crates. Needs root, `ip` and
-//! `nft`; programs that may run elsewhere begin with [`require_root!`].
+//! `nft`: elsewhere [`Builder::run`] skips the test. Tests that need them outside of it begin with [`require_root!`].
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -11,7 +11,6 @@
 //! use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 //! use lab::{Capture, Cni, Family, Lab, PodSpec, StartOptions, wait_until};
 //!
-//! lab::require_root!();
 //! Lab::builder().workers(2).gateways(3).cni(Cni::Bridge).run(|lab| {
 //!     let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
 //!     lab.manifests().write("policy", "kind: EgressGatewayPolicy ...")?;

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::Write;
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 
 use anyhow::Result;
 
@@ -10,6 +11,11 @@ use crate::scope::Scope;
 
 /// Why tests of the lab cannot run here, if so: not root, or a program or kernel feature is missing.
 pub fn obstacle() -> Option<String> {
+    static FOUND: OnceLock<Option<String>> = OnceLock::new();
+    FOUND.get_or_init(look).clone()
+}
+
+fn look() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some("not root: network namespaces need it".to_owned());
     }
@@ -80,7 +86,8 @@ macro_rules! test_name {
     }};
 }
 
-/// Returns from a test, recorded as skipped, unless it runs as root with what the lab needs.
+/// Returns from a test, recorded as skipped, unless it runs as root with what the lab needs. For tests that need this outside of
+/// [`Builder::run`](crate::Builder::run), which skips by itself.
 #[macro_export]
 macro_rules! require_root {
     () => {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use lab::traffic::{ConnectionReport, undelivered};
-use lab::{Family, Packet, Trace, wait_for};
+use lab::{Dual, Family, Packet, Trace, wait_for};
 
 use super::churn::Churn;
 use super::world::{
@@ -57,11 +57,16 @@ impl Judge {
         allowed.extend([WEB_PORT, NEW_WEB_PORT, RATE_PORT, UDP_PORT].map(|port| (port, web.clone())));
         allowed.extend([MAIL_PORT, NEW_MAIL_PORT].map(|port| (port, mail.clone())));
         allowed.insert(LOOK_PORT, &web | &mail);
-        let pod = world.lab.pod("web-1").ips;
+        let both = |ips: Dual| Family::BOTH.map(|family| ips.ip(family));
+        Judge::over(both(world.server().ips).into(), allowed, both(world.lab.pod("web-1").ips).into())
+    }
+
+    /// A judge that has seen nothing yet.
+    fn over(server: Vec<IpAddr>, allowed: BTreeMap<u16, BTreeSet<IpAddr>>, pods: BTreeSet<IpAddr>) -> Judge {
         Judge {
-            server: Family::BOTH.map(|family| world.server().ips.ip(family)).into(),
+            server,
             allowed,
-            pods: Family::BOTH.map(|family| pod.ip(family)).into(),
+            pods,
             answering: BTreeMap::new(),
             started: Instant::now(),
             packets: 0,
@@ -278,17 +283,7 @@ mod tests {
 
     fn judge() -> Judge {
         let ip = |last: u8| IpAddr::from([192, 0, 2, last]);
-        Judge {
-            server: vec![ip(200)],
-            allowed: BTreeMap::from([(80, BTreeSet::from([ip(10)]))]),
-            pods: BTreeSet::new(),
-            answering: BTreeMap::new(),
-            started: Instant::now(),
-            packets: 0,
-            untold: 0,
-            violations: Vec::new(),
-            figures: BTreeMap::new(),
-        }
+        Judge::over(vec![ip(200)], BTreeMap::from([(80, BTreeSet::from([ip(10)]))]), BTreeSet::new())
     }
 
     #[test]

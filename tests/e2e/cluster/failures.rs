@@ -112,7 +112,7 @@ impl Load {
 
     /// Whether all connections are still established, with every record right.
     fn is_intact(&self) -> bool {
-        self.clients.iter().flat_map(TcpClients::connections).all(|one| one.intact())
+        self.clients.iter().flat_map(|clients| clients.connections()).all(|one| one.intact())
     }
 
     /// Checks what must hold after a gateway has failed at `since`: connections that begin a second later are opened
@@ -297,7 +297,7 @@ fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     after.retain(|address, _| before.contains_key(address));
     ensure!(before == after, "something moved while no gateway could be seen: {before:?} {after:?}");
     let pauses: Vec<Duration> =
-        load.clients.iter().flat_map(TcpClients::connections).map(|one| one.longest_pause).collect();
+        load.clients.iter().flat_map(|clients| clients.connections()).map(|one| one.longest_pause).collect();
     eprintln!("the_api_server_is_away: longest pause {:?}", pauses.iter().max());
     let owners = load.owners.clone();
     let trace = load.finish()?;

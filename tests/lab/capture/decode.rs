@@ -6,8 +6,8 @@ use std::time::Instant;
 use etherparse::icmpv4::DestUnreachableHeader;
 use etherparse::icmpv6::Icmpv6PayloadSlice;
 use etherparse::{
-    ArpOperation, ArpPacketSlice, Icmpv4Slice, Icmpv4Type, Icmpv6Slice, Icmpv6Type, Ipv6ExtensionSlice, LaxIpSlice,
-    LaxNetSlice, LaxSlicedPacket, LinkSlice, TransportSlice,
+    ArpOperation, ArpPacketSlice, IcmpEchoHeader, Icmpv4Slice, Icmpv4Type, Icmpv6Slice, Icmpv6Type, Ipv6ExtensionSlice,
+    LaxIpSlice, LaxNetSlice, LaxSlicedPacket, LinkSlice, TransportSlice,
 };
 
 use super::socket::Frame;
@@ -295,10 +295,8 @@ fn read_transport(transport: Option<&TransportSlice<'_>>, payload: &[u8], ip: &I
 
 fn read_icmpv4(icmp: &Icmpv4Slice<'_>) -> TransportLayer {
     match icmp.icmp_type() {
-        Icmpv4Type::EchoRequest(echo) => {
-            TransportLayer::Echo { request: true, identifier: echo.id, sequence: echo.seq }
-        }
-        Icmpv4Type::EchoReply(echo) => TransportLayer::Echo { request: false, identifier: echo.id, sequence: echo.seq },
+        Icmpv4Type::EchoRequest(header) => echo(true, header),
+        Icmpv4Type::EchoReply(header) => echo(false, header),
         kind @ (Icmpv4Type::DestinationUnreachable(_)
         | Icmpv4Type::TimeExceeded(_)
         | Icmpv4Type::ParameterProblem(_)) => {
@@ -308,12 +306,7 @@ fn read_icmpv4(icmp: &Icmpv4Slice<'_>) -> TransportLayer {
                 }
                 _ => None,
             };
-            TransportLayer::IcmpError {
-                kind: icmp.type_u8(),
-                code: icmp.code_u8(),
-                mtu,
-                inner: read_inner(icmp.payload()),
-            }
+            error(icmp.type_u8(), icmp.code_u8(), mtu, icmp.payload())
         }
         _ => TransportLayer::Other,
     }
@@ -321,12 +314,8 @@ fn read_icmpv4(icmp: &Icmpv4Slice<'_>) -> TransportLayer {
 
 fn read_icmpv6(icmp: &Icmpv6Slice<'_>, mac: [u8; 6]) -> TransportLayer {
     match (icmp.icmp_type(), icmp.payload_slice()) {
-        (Icmpv6Type::EchoRequest(echo), _) => {
-            TransportLayer::Echo { request: true, identifier: echo.id, sequence: echo.seq }
-        }
-        (Icmpv6Type::EchoReply(echo), _) => {
-            TransportLayer::Echo { request: false, identifier: echo.id, sequence: echo.seq }
-        }
+        (Icmpv6Type::EchoRequest(header), _) => echo(true, header),
+        (Icmpv6Type::EchoReply(header), _) => echo(false, header),
         (_, Ok(Icmpv6PayloadSlice::NeighborSolicitation(one))) => {
             TransportLayer::NeighborSolicitation { target: one.target_address().into() }
         }
@@ -346,15 +335,18 @@ fn read_icmpv6(icmp: &Icmpv6Slice<'_>, mac: [u8; 6]) -> TransportLayer {
         // Errors have types below 128.
         (kind, _) if icmp.type_u8() < 128 => {
             let mtu = if let Icmpv6Type::PacketTooBig { mtu } = kind { Some(mtu) } else { None };
-            TransportLayer::IcmpError {
-                kind: icmp.type_u8(),
-                code: icmp.code_u8(),
-                mtu,
-                inner: read_inner(icmp.payload()),
-            }
+            error(icmp.type_u8(), icmp.code_u8(), mtu, icmp.payload())
         }
         _ => TransportLayer::Other,
     }
+}
+
+fn echo(request: bool, header: IcmpEchoHeader) -> TransportLayer {
+    TransportLayer::Echo { request, identifier: header.id, sequence: header.seq }
+}
+
+fn error(kind: u8, code: u8, mtu: Option<u32>, payload: &[u8]) -> TransportLayer {
+    TransportLayer::IcmpError { kind, code, mtu, inner: read_inner(payload) }
 }
 
 /// Reads the beginning of a packet inside an ICMP error, which is usually truncated.

@@ -7,7 +7,7 @@ mod decode;
 mod socket;
 mod trace;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 pub use self::decode::{Arp, Checksum, Content, Inner, Ip, Packet, TcpFlags, TransportLayer};
 use self::socket::PacketSocket;
 pub use self::trace::Trace;
-use crate::background::{Background, Stop};
+use crate::background::{Background, Stop, lock};
 use crate::netns::NetNs;
 use crate::wait::wait_until;
 
@@ -121,8 +121,4 @@ fn record(socket: &PacketSocket, packets: &Packets, stop: &Stop) -> Result<u64> 
         }
         socket.wait(Duration::from_millis(10))?;
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -14,6 +14,7 @@ use crate::machine;
 use crate::manifests::Manifests;
 use crate::netns::NetNs;
 use crate::scope::Scope;
+use crate::skip;
 
 /// The card of a gateway whose interfaces are VLAN devices.
 const CARD: &str = "card0";
@@ -124,9 +125,13 @@ impl Builder {
         self
     }
 
-    /// Makes the lab and runs a test in it. When the test fails, the error, the ends of the processes' logs and the
-    /// folder with everything else are shown, while the lab still exists. Panics if the test fails.
+    /// Makes the lab and runs a test in it, or records the test as skipped where there can be no lab. When the test fails, the error,
+    /// the ends of the processes' logs and the folder with everything else are shown, while the lab still exists. Panics if the test fails.
     pub fn run(self, test: impl FnOnce(&mut Lab) -> Result<()>) {
+        if let Some(reason) = skip::obstacle() {
+            // Each test has a thread of its own, which has its name.
+            return skip::record(thread::current().name().unwrap_or("a test"), &reason);
+        }
         let _share = machine::take(self.settings.alone).unwrap_or_else(|error| panic!("{error:?}"));
         let mut lab = self.build().unwrap_or_else(|error| panic!("the lab cannot be built: {error:?}"));
         // Panicking here, not returning the error, lets the lab know that it is dropped because of a failure.

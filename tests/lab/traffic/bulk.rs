@@ -7,10 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use std::os::fd::AsFd;
 
-use super::wire::bind;
+use super::wire::{listen, wait_readable};
 use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 
@@ -59,8 +57,7 @@ pub struct BulkServer {
 impl BulkServer {
     /// Listens on all `addresses`.
     pub fn start(ns: &NetNs, addresses: &[SocketAddr]) -> Result<BulkServer> {
-        let listeners =
-            ns.run(|| addresses.iter().map(|&one| bind(one, TcpListener::bind)).collect::<Result<Vec<_>>>())?;
+        let listeners = listen(ns, addresses)?;
         let _thread = Background::start(ns, "bulk-server", move |stop| serve(&listeners, stop))?;
         Ok(BulkServer { _thread })
     }
@@ -102,13 +99,9 @@ pub fn bulk(ns: &NetNs, target: SocketAddr, direction: Direction, bytes: u64) ->
 }
 
 fn serve(listeners: &[TcpListener], stop: &Stop) -> Result<()> {
-    for listener in listeners {
-        listener.set_nonblocking(true)?;
-    }
     thread::scope(|scope| {
         while !stop.requested() {
-            let mut fds: Vec<_> = listeners.iter().map(|one| PollFd::new(one.as_fd(), PollFlags::POLLIN)).collect();
-            poll(&mut fds, PollTimeout::from(10u8)).context("poll")?;
+            wait_readable(listeners)?;
             for listener in listeners {
                 match listener.accept() {
                     // The client reports a transfer that fails.

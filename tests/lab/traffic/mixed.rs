@@ -78,7 +78,7 @@ impl Mixed {
     /// Starts measuring pauses anew.
     pub fn reset_pauses(&self) {
         self.streams.reset_pauses();
-        self.clients.iter().for_each(TcpClients::reset_pauses);
+        self.clients.iter().for_each(|clients| clients.reset_pauses());
         self.questions.iter().for_each(UdpClients::reset_pauses);
     }
 
@@ -91,7 +91,7 @@ impl Mixed {
 
     /// The longest pauses.
     pub fn pauses(&self) -> Pauses {
-        let clients = self.clients.iter().flat_map(TcpClients::connections);
+        let clients = self.clients.iter().flat_map(|clients| clients.connections());
         let streams = clients.chain(self.streams.connections()).map(|one| one.pause());
         let datagrams = self.questions.iter().flat_map(UdpClients::flows).map(|flow| flow.pause());
         Pauses { datagrams: datagrams.max().unwrap_or_default(), streams: streams.max().unwrap_or_default() }
@@ -111,7 +111,7 @@ impl Mixed {
     pub fn broken(&self, silent: Duration) -> [usize; 2] {
         let stream = |one: &ConnectionReport| !one.intact() || one.last_arrival.elapsed() > silent;
         let flow = |one: &UdpFlowReport| one.last_arrival.elapsed() > silent;
-        let streams = self.clients.iter().flat_map(TcpClients::connections).filter(stream).count();
+        let streams = self.clients.iter().flat_map(|clients| clients.connections()).filter(stream).count();
         [streams, self.questions.iter().flat_map(UdpClients::flows).filter(flow).count()]
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -31,7 +32,7 @@ pub struct TcpOptions {
     pub interval: Duration,
     /// After how many records a connection stops sending (and stays open). Default: never.
     pub records: u64,
-    /// Whether it sends from the beginning; see [`TcpClients::set_sending`]. Default true.
+    /// Whether it sends from the beginning; see [`End::set_sending`]. Default true.
     pub sending: bool,
     /// When a connection that is not established counts as failed. Default 5 s.
     pub connect_timeout: Duration,
@@ -63,7 +64,7 @@ impl TcpOptions {
         TcpOptions { records: 1, ..TcpOptions::default() }
     }
 
-    /// Connections that send nothing until [`TcpClients::set_sending`] says so.
+    /// Connections that send nothing until [`End::set_sending`] says so.
     pub fn silent() -> TcpOptions {
         TcpOptions { sending: false, ..TcpOptions::default() }
     }
@@ -103,7 +104,7 @@ pub struct ConnectionReport {
     pub wrong: u64,
     /// How many times the gap between two arrivals exceeded [`TcpOptions::stall`].
     pub stalls: u32,
-    /// The longest time between two arrivals since the beginning or [`TcpClients::reset_pauses`].
+    /// The longest time between two arrivals since the beginning or [`End::reset_pauses`].
     pub longest_pause: Duration,
     /// When the last bytes arrived, or pauses began to be measured.
     pub last_arrival: Instant,
@@ -176,11 +177,27 @@ pub struct TcpClients {
     end: End,
 }
 
-/// The thread of one end and what it shares with its owner.
+/// One end of connections: its thread and what that shares with its owner.
 #[derive(Debug)]
-struct End {
+pub struct End {
     shared: Arc<Shared>,
     thread: Background,
+}
+
+impl Deref for TcpServer {
+    type Target = End;
+
+    fn deref(&self) -> &End {
+        &self.end
+    }
+}
+
+impl Deref for TcpClients {
+    type Target = End;
+
+    fn deref(&self) -> &End {
+        &self.end
+    }
 }
 
 impl TcpServer {
@@ -201,27 +218,6 @@ impl TcpServer {
             .map(|end| TcpServer { end })
     }
 
-    /// All connections that were ever accepted, in that order.
-    pub fn connections(&self) -> Vec<ConnectionReport> {
-        self.end.shared.reports()
-    }
-
-    /// Waits until the connections are `good`, and returns them. A client sees its connection established before the
-    /// server has accepted it.
-    pub fn wait(
-        &self,
-        what: &str,
-        timeout: Duration,
-        good: impl Fn(&[ConnectionReport]) -> bool,
-    ) -> Result<Vec<ConnectionReport>> {
-        self.end.wait(what, timeout, good)
-    }
-
-    /// Waits until every open connection has received `more` records than it has now. An error if one of them ends, or if none is open.
-    pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
-        self.end.wait_progress(more, timeout)
-    }
-
     /// How many connections came from each source address.
     pub fn sources(&self) -> BTreeMap<IpAddr, usize> {
         tally(self.connections().iter().map(|connection| connection.peer.ip()))
@@ -230,16 +226,6 @@ impl TcpServer {
     /// The source that each flow has here, by the flow's id. Flows that have not sent a record yet are missing.
     pub fn source_of_flow(&self) -> BTreeMap<u64, SocketAddr> {
         self.connections().iter().filter(|one| one.id != 0).map(|one| (one.id, one.peer)).collect()
-    }
-
-    /// Starts or stops sending (in [`ServerMode::Stream`]).
-    pub fn set_sending(&self, sending: bool) {
-        self.end.shared.sending.store(sending, Ordering::Relaxed);
-    }
-
-    /// Starts measuring pauses anew.
-    pub fn reset_pauses(&self) {
-        self.end.shared.reset_pauses();
     }
 
     /// Forgets connections that are no longer open, so that later questions are about new ones.
@@ -273,36 +259,6 @@ impl TcpClients {
     /// Starts more connections to the same target.
     pub fn open_more(&self, count: usize) {
         self.end.shared.wanted.fetch_add(count, Ordering::Relaxed);
-    }
-
-    /// All connections, in the order in which they were started.
-    pub fn connections(&self) -> Vec<ConnectionReport> {
-        self.end.shared.reports()
-    }
-
-    /// Waits until all connections have begun and are `good`, and returns them.
-    pub fn wait(
-        &self,
-        what: &str,
-        timeout: Duration,
-        good: impl Fn(&[ConnectionReport]) -> bool,
-    ) -> Result<Vec<ConnectionReport>> {
-        self.end.wait(what, timeout, good)
-    }
-
-    /// Waits until every open connection has received `more` records than it has now. An error if one of them ends, or if none is open.
-    pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
-        self.end.wait_progress(more, timeout)
-    }
-
-    /// Starts or stops sending.
-    pub fn set_sending(&self, sending: bool) {
-        self.end.shared.sending.store(sending, Ordering::Relaxed);
-    }
-
-    /// Starts measuring pauses anew.
-    pub fn reset_pauses(&self) {
-        self.end.shared.reset_pauses();
     }
 
     /// Closes all connections and returns the final reports.
@@ -354,7 +310,14 @@ impl End {
         }
     }
 
-    fn wait(
+    /// All connections that were ever accepted or started, in that order.
+    pub fn connections(&self) -> Vec<ConnectionReport> {
+        self.shared.reports()
+    }
+
+    /// Waits until all connections have begun and are `good`, and returns them. A client sees its connection established before the
+    /// server has accepted it.
+    pub fn wait(
         &self,
         what: &str,
         timeout: Duration,
@@ -368,7 +331,8 @@ impl End {
         wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
     }
 
-    fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
+    /// Waits until every open connection has received `more` records than it has now. An error if one of them ends, or if none is open.
+    pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
         let open = |one: &ConnectionReport| one.state == ConnectionState::Open;
         // A client sees its connection established before the server has accepted it.
         let before = self.wait("an open connection", timeout, |all| all.iter().any(open))?;
@@ -380,5 +344,15 @@ impl End {
         let ended = before.iter().zip(&all).find(|(before, now)| open(before) && !open(now));
         ensure!(ended.is_none(), "{what}: one has ended: {ended:?}");
         Ok(())
+    }
+
+    /// Starts or stops sending (a server, in [`ServerMode::Stream`]).
+    pub fn set_sending(&self, sending: bool) {
+        self.shared.sending.store(sending, Ordering::Relaxed);
+    }
+
+    /// Starts measuring pauses anew.
+    pub fn reset_pauses(&self) {
+        self.shared.reset_pauses();
     }
 }

@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -12,7 +12,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use super::next_id;
 use super::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpOptions};
 use super::wire::{RECORD, Record, bind, reset_on_close, start_connect};
-use crate::background::Stop;
+use crate::background::{Stop, lock};
 
 /// How many connections are started in one turn: more would overflow the server's SYN queue.
 const CONNECTS_PER_TURN: usize = 128;
@@ -40,17 +40,13 @@ impl Shared {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<ConnectionReport>> {
-        self.reports.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub fn reports(&self) -> Vec<ConnectionReport> {
-        self.lock().clone()
+        lock(&self.reports).clone()
     }
 
     pub fn reset_pauses(&self) {
         let now = Instant::now();
-        for report in self.lock().iter_mut() {
+        for report in lock(&self.reports).iter_mut() {
             (report.longest_pause, report.last_arrival) = (Duration::ZERO, now);
         }
     }
@@ -119,7 +115,7 @@ impl Engine {
                 Err(nix::errno::Errno::EINTR) => continue,
                 Err(error) => return Err(error).context("epoll"),
             };
-            let mut reports = shared.lock();
+            let mut reports = lock(&shared.reports);
             if shared.forgotten.swap(false, Ordering::Relaxed) {
                 self.forget_closed(&mut reports)?;
                 // The indices in `events` are no longer valid; level-triggered events are reported again.
@@ -171,15 +167,7 @@ impl Engine {
         reports: &mut Vec<ConnectionReport>,
     ) -> Result<()> {
         self.epoll.add(&stream, EpollEvent::new(interest, self.connections.len() as u64))?;
-        self.connections.push(Connection {
-            stream: Some(stream),
-            started: Instant::now(),
-            mode: self.mode,
-            out: Vec::new(),
-            partial: Vec::new(),
-            expected: 0,
-            waits_for_room: false,
-        });
+        self.connections.push(Connection::new(Some(stream), self.mode));
         reports.push(report);
         Ok(())
     }
@@ -200,15 +188,7 @@ impl Engine {
                     let unspecified = if target.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
                     let failed = ConnectionState::Failed(error.to_string());
                     reports.push(ConnectionReport::new(id, unspecified, target, failed));
-                    self.connections.push(Connection {
-                        stream: None,
-                        started: Instant::now(),
-                        mode: self.mode,
-                        out: Vec::new(),
-                        partial: Vec::new(),
-                        expected: 0,
-                        waits_for_room: false,
-                    });
+                    self.connections.push(Connection::new(None, self.mode));
                 }
             }
         }
@@ -259,6 +239,18 @@ impl Engine {
 }
 
 impl Connection {
+    fn new(stream: Option<TcpStream>, mode: ServerMode) -> Connection {
+        Connection {
+            stream,
+            started: Instant::now(),
+            mode,
+            out: Vec::new(),
+            partial: Vec::new(),
+            expected: 0,
+            waits_for_room: false,
+        }
+    }
+
     fn established(&mut self, report: &mut ConnectionReport, epoll: &Epoll, index: usize) {
         let Some(stream) = &self.stream else { return };
         match stream.take_error() {

@@ -4,14 +4,12 @@
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::wire::bind;
+use super::wire::{listen, wait_readable};
 use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::stats::Percentiles;
@@ -42,10 +40,8 @@ pub struct LoadServer {
 impl LoadServer {
     /// Listens on all `addresses`.
     pub fn start(ns: &NetNs, addresses: &[SocketAddr], answer: ServerAnswer) -> Result<LoadServer> {
-        let listeners =
-            ns.run(|| addresses.iter().map(|&one| bind(one, TcpListener::bind)).collect::<Result<Vec<_>>>())?;
+        let listeners = listen(ns, addresses)?;
         for listener in &listeners {
-            listener.set_nonblocking(true)?;
             // std's queue holds 128 connections.
             nix::sys::socket::listen(listener, nix::sys::socket::Backlog::MAXALLOWABLE)?;
         }
@@ -58,8 +54,7 @@ fn serve(listeners: &[TcpListener], answer: ServerAnswer, stop: &Stop) -> Result
     let mut held = VecDeque::with_capacity(HELD);
     thread::scope(|scope| {
         while !stop.requested() {
-            let mut fds: Vec<_> = listeners.iter().map(|one| PollFd::new(one.as_fd(), PollFlags::POLLIN)).collect();
-            poll(&mut fds, PollTimeout::from(10u8)).context("poll")?;
+            wait_readable(listeners)?;
             for listener in listeners {
                 loop {
                     match listener.accept() {

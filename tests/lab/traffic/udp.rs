@@ -4,16 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use std::os::fd::AsFd;
 
-use super::wire::{RECORD, Record, bind};
+use super::wire::{RECORD, Record, bind, wait_readable};
 use super::{next_id, tally};
-use crate::background::{Background, Stop};
+use crate::background::{Background, Stop, lock};
 use crate::netns::NetNs;
 use crate::wait::wait_until;
 
@@ -83,7 +81,7 @@ fn serve(sockets: &[UdpSocket], shared: &ServerShared, stop: &Stop) -> Result<()
     let mut bytes = vec![0; MAX_DATAGRAM];
     let mut pushed = 0;
     while !stop.requested() {
-        wait_readable(sockets.iter())?;
+        wait_readable(sockets)?;
         for socket in sockets {
             while let Some((size, peer)) = receive(socket, &mut bytes)? {
                 let Some(record) = Record::decode(&bytes[..size]) else { continue };
@@ -266,7 +264,7 @@ fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions, s
     let mut bytes = vec![0; MAX_DATAGRAM];
     let mut next_tick = Instant::now();
     while !stop.requested() {
-        wait_readable(sockets.iter())?;
+        wait_readable(sockets)?;
         let mut flows = lock(&shared.flows);
         for (socket, flow) in sockets.iter().zip(flows.iter_mut()) {
             loop {
@@ -309,15 +307,6 @@ impl UdpFlowReport {
     }
 }
 
-/// Waits up to 10 ms until one of the sockets can be read.
-fn wait_readable<'a>(sockets: impl Iterator<Item = &'a UdpSocket>) -> Result<()> {
-    let mut fds: Vec<PollFd<'_>> = sockets.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN)).collect();
-    match poll(&mut fds, PollTimeout::from(10u8)) {
-        Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
-        Err(error) => Err(error).context("poll"),
-    }
-}
-
 /// One datagram, or `None` if there is none now.
 fn receive(socket: &UdpSocket, bytes: &mut [u8]) -> std::io::Result<Option<(usize, SocketAddr)>> {
     match socket.recv_from(bytes) {
@@ -325,8 +314,4 @@ fn receive(socket: &UdpSocket, bytes: &mut [u8]) -> std::io::Result<Option<(usiz
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,14 +1,16 @@
 //! The record that all traffic is made of, and non-blocking sockets.
 
 use std::io;
-use std::net::{SocketAddr, TcpStream};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, SockaddrStorage, sockopt};
 
+use crate::netns::NetNs;
 use crate::wait::wait_until;
 
 /// The size of a record.
@@ -79,4 +81,25 @@ pub fn bind<T: std::fmt::Debug>(address: SocketAddr, bind: impl Fn(SocketAddr) -
     let in_use = |bound: &io::Result<T>| matches!(bound, Err(error) if error.kind() == io::ErrorKind::AddrInUse);
     let bound = wait_until(&what, Duration::from_secs(2), || Ok(bind(address)), |bound| !in_use(bound))?;
     bound.with_context(|| format!("cannot listen on {address}"))
+}
+
+/// Non-blocking listeners on all `addresses` of this namespace.
+pub fn listen(ns: &NetNs, addresses: &[SocketAddr]) -> Result<Vec<TcpListener>> {
+    ns.run(|| {
+        let open = |address: &SocketAddr| {
+            let listener = bind(*address, TcpListener::bind)?;
+            listener.set_nonblocking(true)?;
+            Ok(listener)
+        };
+        addresses.iter().map(open).collect::<Result<Vec<_>>>()
+    })
+}
+
+/// Waits up to 10 ms until one of the sockets can be read.
+pub fn wait_readable<'a, S: AsFd + 'a>(sockets: impl IntoIterator<Item = &'a S>) -> Result<()> {
+    let fds = sockets.into_iter().map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
+    match poll(&mut fds.collect::<Vec<_>>(), PollTimeout::from(10u8)) {
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(error) => Err(error).context("poll"),
+    }
 }
