@@ -221,7 +221,7 @@ async fn wait_for_programs(before: &Inventory, report: &mut CleanupReport) {
     for program in &before.programs {
         let what = format!("program {} ({})", program.name, program.id);
         if left.contains(&program.id) {
-            report.failed.push(format!("{what}: a process still holds it; it goes when that ends"));
+            report.failed.push(format!("{what}: a process still holds it; it disappears when that process ends"));
         } else {
             report.removed.push(what);
         }

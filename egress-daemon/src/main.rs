@@ -62,10 +62,10 @@ enum Command {
     Check(CheckArgs),
     /// Remove everything that the agent made on this node
     ///
-    /// Refuses while pods that policies select run here: without the programs, they leave with the node's address. Move them to other nodes
+    /// Refuses while selected pods run on this node: without the programs, their packets leave with the node's address. Move them to other nodes
     /// first, or pass --release. It may be run again, and then removes what is left.
     Cleanup(CleanupArgs),
-    /// Print a script for the shell that completes this command
+    /// Print a shell completion script for this command
     ///
     /// For example: source <(egress-daemon completions bash)
     Completions {
@@ -223,7 +223,7 @@ struct CheckArgs {
 struct CleanupArgs {
     #[command(flatten)]
     pinned: Pinned,
-    /// Go ahead even if an agent is running; it will make everything again
+    /// Go ahead even if an agent is running; the agent will then recreate everything
     #[arg(long)]
     force: bool,
     /// Go ahead even if policies select pods on this node: their connections end, and from then on they leave with the node's address
@@ -327,10 +327,10 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
 async fn leave_nothing(bpffs: &Path) {
     match cleanup::run(bpffs, Options { force: false, release: true, keep_logs: true }).await {
         Ok(report) => {
-            tracing::info!("the agents are uninstalled: {} things were removed from this node", report.removed.len());
+            tracing::info!("the agents are being uninstalled: removed {} items from this node", report.removed.len());
             report.failed.iter().for_each(|failed| tracing::error!("not removed: {failed}"));
         }
-        Err(error) => tracing::error!("the agents are uninstalled, and this node was not cleaned up: {error:#}"),
+        Err(error) => tracing::error!("the agents are being uninstalled, but this node was not cleaned up: {error:#}"),
     }
 }
 

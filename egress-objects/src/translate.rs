@@ -110,7 +110,7 @@ impl Reader {
         sound((value, self.problems))
     }
 
-    /// Reads a selector. Without values, and with an operator that is none, an expression matches nothing. So a policy that is wrong selects no
+    /// Reads a selector. An expression that lacks values, or whose operator is unknown, matches nothing. So an invalid policy selects no
     /// pod that its author did not mean.
     fn selector(&mut self, selector: &LabelSelector, field: &str) -> Selector {
         let labels = selector.match_labels.iter().flatten();

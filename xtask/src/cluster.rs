@@ -31,7 +31,7 @@ enum ClusterCommand {
         #[arg(long)]
         bare: bool,
     },
-    /// Stop it and remove everything that belongs to it, and what tests that were killed have left
+    /// Stop it, and remove everything that belongs to it or was left behind by killed tests
     Down,
     /// Show whether it is up, and the state of its nodes and of Spillway
     Status,

@@ -220,7 +220,7 @@ async fn keep(
 fn log(before: Option<&str>, now: Option<&str>) {
     match (before, now) {
         (None, Some(stranger)) => tracing::warn!(
-            "{stranger}: it may deliver packets to pods past our programs, so a SYN+ACK of a selected pod passes without a recorded SYN"
+            "{stranger} may deliver packets to pods without passing our programs, so SYN+ACKs of selected pods pass without a recorded SYN"
         ),
         (Some(_), None) => tracing::info!(
             "no foreign program can deliver packets to pods: a SYN+ACK of a selected pod without a recorded SYN is dropped"

@@ -126,7 +126,7 @@ async fn watch<F>(
             }
         }
         if !looks.again.is_empty() {
-            tracing::info!("{} connections whose gateway is not used any more were opened again", looks.again.len());
+            tracing::info!("made pods reopen {} connections whose gateway is no longer used", looks.again.len());
         }
     }
 }
@@ -135,7 +135,7 @@ fn open_again(socket: &PacketSocket, one: &Unanswered) {
     let [pod, host] = one.macs;
     let sent = frames::useless_reset(one.remote, one.pod, host, pod).map(|frame| socket.send(one.interface, &frame));
     if let Some(Err(e)) = sent {
-        tracing::debug!("{} is not made to open its connection to {} again: {e}", one.pod, one.remote);
+        tracing::debug!("cannot make {} reopen its connection to {}: {e}", one.pod, one.remote);
     }
 }
 

@@ -38,7 +38,7 @@ impl Routes {
             }
             Err(error) => {
                 if self.reading.is_news(&error.to_string()) {
-                    tracing::warn!("IPsec policies cannot be read, those known before count: {error}");
+                    tracing::warn!("IPsec policies cannot be read; the last known ones are used: {error}");
                 }
             }
         }

@@ -102,7 +102,7 @@ fn ready(errors: &[String], old: Option<&EgressNodeStatus>, now: Timestamp) -> C
 
 fn networks(unnamed: &Networks, old: Option<&EgressNodeStatus>, now: Timestamp) -> Condition {
     let sentence =
-        |(net, why): (&ipnet::IpNet, &String)| format!("no policy is carried out for what is in {net}: {why}");
+        |(net, why): (&ipnet::IpNet, &String)| format!("no policy is applied to destinations in {net}: {why}");
     let told = match unnamed.is_empty() {
         true => ("True", "AsExpected", "the networks of pods and Services are known".to_owned()),
         false => ("False", "NotNamed", unnamed.iter().map(sentence).collect::<Vec<_>>().join("; ")),

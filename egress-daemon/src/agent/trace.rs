@@ -85,7 +85,7 @@ pub fn carry_out(change: Change, attacher: &mut Attacher) {
             let known = pod == 0 || attacher.attached().contains_key(&("pod_egress", pod));
             let errors = match known {
                 true => attacher.trace(Some((*programs, pod))).iter().map(ToString::to_string).collect(),
-                false => vec![format!("interface {pod} is no pod's, or has no programs")],
+                false => vec![format!("interface {pod} belongs to no pod, or has no programs")],
             };
             let result = if errors.is_empty() { Ok(()) } else { Err(errors.join("; ")) };
             // Nobody waits any more: the end of the trace follows.
@@ -117,7 +117,7 @@ impl Tracer {
     }
 
     async fn begin(self, query: TraceQuery) -> Result<Trace, String> {
-        let busy = "somebody is already tracing on this node: one at a time";
+        let busy = "a trace is already running on this node: only one can run at a time";
         let permit = self.one.try_acquire_owned().map_err(|_| busy.to_owned())?;
         let (pins, sizes, filter) = (self.pins, self.sizes, query.filter());
         let load = move || {

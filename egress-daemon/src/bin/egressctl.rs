@@ -29,7 +29,7 @@ use std::{
 
 /// Inspect Spillway on this node: policies, gateways, egress IPs, flows, and why a flow goes where it goes
 ///
-/// Reads the pinned maps, so that it works while the agent is dead, and asks the agent for what only it knows.
+/// Reads the pinned maps, so it works even while the agent is dead. Asks the agent for what the maps do not contain.
 #[derive(Parser)]
 #[command(name = "egressctl", version, max_term_width = 100)]
 struct Cli {
@@ -79,8 +79,8 @@ enum Command {
     Explain(ExplainArgs),
     /// Every decision of the datapath about a pod's packets, as it happens
     ///
-    /// While it runs, the agent replaces the programs at this node's interfaces with ones that decide the same and report it. They slow
-    /// down the node's traffic through Spillway. The usual ones are restored, without a packet lost, when this ends, however it ends.
+    /// During a trace, the agent replaces the programs at this node's interfaces with ones that make the same decisions and report them. They slow
+    /// down the node's traffic through Spillway. When the trace ends, for whatever reason, the usual programs are restored without losing a packet.
     Trace(TraceArgs),
     /// Who used a port of an egress IP at a given time
     ///
@@ -92,12 +92,12 @@ enum Command {
     /// Names policies, pods, egress IPs, conflicts, and what becomes of this node's live flows (kubectl spillway diff: those of all
     /// nodes). The exit code is 0 if nothing would change, 1 if something would, and more than 1 if that could not be determined.
     Diff(DiffArgs),
-    /// Test whether packets leave as policies promise: the server outside, and its client
+    /// Test whether packets leave as policies promise: run the outside server, or its client
     ///
     /// kubectl spillway connectivity test starts pods that query it.
     #[command(subcommand)]
     Connectivity(Connectivity),
-    /// Print a script for the shell that completes this command
+    /// Print a shell completion script for this command
     ///
     /// For example: source <(egressctl completions bash)
     Completions {
@@ -119,7 +119,7 @@ enum Connectivity {
         /// The servers
         #[arg(value_name = "ADDR:PORT", required = true)]
         servers: Vec<SocketAddr>,
-        /// Connections to each, and an eighth as many datagrams
+        /// How many connections to open to each server; an eighth as many datagrams are sent
         #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
         connections: u32,
     },
@@ -210,7 +210,7 @@ struct ExplainArgs {
     /// The destination: 203.0.113.7:443/tcp, [2001:db8::7]:53/udp or 203.0.113.7/icmp
     #[arg(long, value_name = "TARGET")]
     to: Destination,
-    /// The pod's port (ICMP: the identifier), which decides the slot where flows are hashed
+    /// The pod's source port (ICMP: the identifier); it decides the slot if the policy hashes flows
     #[arg(long, value_name = "PORT")]
     from_port: Option<u16>,
 }
@@ -220,7 +220,7 @@ struct TraceArgs {
     /// The pod: NAMESPACE/NAME, or an address
     #[arg(long, value_name = "POD")]
     pod: String,
-    /// Packets from and to this end only: 203.0.113.7 or [2001:db8::7]:443
+    /// Only packets to and from this remote address, or address and port: 203.0.113.7 or [2001:db8::7]:443
     #[arg(long, value_name = "ADDR[:PORT]")]
     to: Option<Peer>,
     /// Stop after this many packets

@@ -22,13 +22,13 @@ pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     lines.push(pod_networks(facts));
     lines.push(service_networks(facts, config));
     lines.push(match facts.cnis.as_slice() {
-        [] => ok("cni", "no known DaemonSet of one: any CNI works that gives each pod an interface on the host"),
+        [] => ok("cni", "no DaemonSet of a known CNI; any CNI works that gives each pod an interface on the host"),
         found => ok("cni", format!("{}; docs/networks.md says what was tested with it", found.join(", "))),
     });
     lines.extend(others(facts));
     lines.push(match facts.definitions.as_slice() {
-        [] => ok("kinds", "none of Spillway's is installed yet"),
-        found => ok("kinds", format!("Spillway's are already installed: {}", first_of(found, NAMES))),
+        [] => ok("kinds", "none of Spillway's kinds is installed yet"),
+        found => ok("kinds", format!("Spillway's kinds are already installed: {}", first_of(found, NAMES))),
     });
     lines.extend(pod_security(facts));
     let unread = |why: &String| {

@@ -16,7 +16,7 @@ pub(super) const TESTED: (u32, u32) = (6, 1);
 const TCX: (u32, u32) = (6, 6);
 /// Ports of other tunnels, with who uses them.
 const TAKEN_PORTS: [(u16, &str); 3] =
-    [(4789, "VXLAN of most systems"), (8472, "Linux' and many CNIs' VXLAN"), (6081, "Geneve")];
+    [(4789, "VXLAN of most systems"), (8472, "VXLAN of Linux and many CNIs"), (6081, "Geneve")];
 /// Capabilities by number (linux/capability.h).
 const CAPABILITIES: [(u32, &str); 4] =
     [(39, "CAP_BPF"), (38, "CAP_PERFMON"), (12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW")];
@@ -140,10 +140,10 @@ fn stranger(stranger: &Stranger) -> CheckLine {
     let found = format!("foreign program {} is at {} {}", stranger.program(), stranger.interface, stranger.hook());
     let remedy = match stranger.egress {
         true => {
-            "Spillway's programs run before it and take the packets of policies past it: check that this is intended"
+            "Spillway's programs run before it, and packets that match a policy bypass it: check that this is intended"
         }
         false => {
-            "Spillway's programs run before it, but for XDP, and take the packets of policies past it; since it may bring packets into \
+            "unless it is XDP, Spillway's programs run before it, and packets that match a policy bypass it; since it may bring packets into \
              pods unseen, a SYN+ACK of a selected pod is not checked on this node: check that this is intended (SECURITY.md)"
         }
     };
@@ -175,7 +175,7 @@ fn tunnel(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
         lines.push(bad(
             "tunnel",
             CheckStatus::Warn,
-            format!("UDP port {port} is the one of {user}"),
+            format!("UDP port {port} is the usual port of {user}"),
             "set a `tunnelPort` that no CNI uses, the same on all nodes",
         ));
     }
@@ -323,7 +323,7 @@ fn networks(facts: &HostFacts) -> Vec<CheckLine> {
         return vec![ok("networks", "those of pods and Services are known")];
     }
     let line = |(net, why): (&String, &String)| {
-        bad("networks", CheckStatus::Warn, format!("no policy is carried out for what is in {net}"), why)
+        bad("networks", CheckStatus::Warn, format!("no policy is applied to destinations in {net}"), why)
     };
     unnamed.iter().map(line).collect()
 }

@@ -145,7 +145,7 @@ fn read(value: Value, found: &mut Found) -> Config {
     );
     top.set(
         "firewall",
-        ["respect", "whether the first packet of a flow passes the host's routes and firewall"],
+        ["respect", "whether the first packet of a flow goes through the host's routes and firewall"],
         &mut config.firewall,
         |v| choice(v, &[("respect", Firewall::Respect), ("bypass", Firewall::Bypass)]),
     );
@@ -309,7 +309,7 @@ impl<'a> Section<'a> {
             Value::Null => Map::new(),
             Value::Object(fields) => fields,
             other => {
-                let message = format!("{} where a mapping belongs", shown(&other));
+                let message = format!("expected a mapping, found {}", shown(&other));
                 let remedy = "write fields, each with its value".to_owned();
                 found.faults.push(Fault { field: path.clone(), message, remedy });
                 Map::new()

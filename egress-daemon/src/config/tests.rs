@@ -134,7 +134,7 @@ fn unknown_fields_name_the_known_ones() {
     refused(
         "flowLog: {export: [\"syslog://a:1\"]}",
         "flowLog.export",
-        &["item 1", "no scheme of a collector", "json://"],
+        &["item 1", "not a collector's scheme", "json://"],
     );
     refused("flowLog: {mode: Off, export: [\"json://a:1\"]}", "flowLog.export", &["nothing to export", "mode: Leases"]);
     let nine = ["\"json://a:1\""; 9].join(", ");

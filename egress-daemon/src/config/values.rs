@@ -99,7 +99,7 @@ pub(super) fn choice<T: Copy>(value: &Value, choices: &[(&str, T)]) -> Result<T,
 pub(super) fn boolean(value: &Value) -> Result<bool, Refusal> {
     match value {
         Value::Bool(value) => Ok(*value),
-        other => refuse(format!("{} is not a truth value", shown(other)), "write true or false"),
+        other => refuse(format!("{} is not a boolean", shown(other)), "write true or false"),
     }
 }
 
@@ -120,7 +120,7 @@ pub(super) fn list<T>(
     let item = |(index, item): (usize, &Value)| match string(item).map(&read) {
         Some(Ok(item)) => Ok(item),
         Some(Err(error)) => refuse(format!("item {} ({}): {error}", index + 1, shown(item)), remedy()),
-        None => refuse(format!("item {} ({}) is not a text", index + 1, shown(item)), remedy()),
+        None => refuse(format!("item {} ({}) is not a string", index + 1, shown(item)), remedy()),
     };
     items.iter().enumerate().map(item).collect()
 }

@@ -102,7 +102,7 @@ fn by_datagram(server: SocketAddr) -> io::Result<IpAddr> {
 
 fn source(answer: &str) -> io::Result<IpAddr> {
     let address: Result<SocketAddr, _> = answer.trim_end().parse();
-    address.map(|address| address.ip()).map_err(|_| io::Error::other(format!("no egressctl answers there: {answer:?}")))
+    address.map(|address| address.ip()).map_err(|_| io::Error::other(format!("not egressctl's answer: {answer:?}")))
 }
 
 #[cfg(test)]
@@ -152,6 +152,6 @@ mod tests {
             })
         });
         let error = by_connection(at).unwrap_err().to_string();
-        assert!(error.contains("no egressctl answers"), "{error}");
+        assert!(error.contains("not egressctl's answer"), "{error}");
     }
 }

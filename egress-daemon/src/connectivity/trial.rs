@@ -276,8 +276,8 @@ fn broken(promise: &Promise, asked: &Asked) -> Vec<String> {
     }
     let wrong = seen.keys().filter(|source| addresses.contains(source) == (*rule == Rule::NoneOf));
     problems.extend(wrong.map(|source| match rule {
-        Rule::NoneOf => format!("{server} saw {source}, an egress IP of somebody else's"),
-        _ => format!("{server} saw {source}, which is no egress IP of this policy"),
+        Rule::NoneOf => format!("{server} saw {source}, which is an egress IP of a policy"),
+        _ => format!("{server} saw {source}, which is not an egress IP of this policy"),
     }));
     if *rule == Rule::One && seen.len() > 1 {
         problems.push(format!("{server} saw {} addresses: with PerEndpoint a pod has one", seen.len()));
@@ -440,9 +440,9 @@ mod tests {
             assert_eq!(problems(rule, tcp, udp, &[]), "", "{rule:?}");
         }
         assert!(problems(Rule::All, &[10], &[11], &[]).contains("never saw 192.0.2.11"));
-        assert!(problems(Rule::Any, &[10], &[9], &[]).contains("192.0.2.9, which is no egress IP"));
+        assert!(problems(Rule::Any, &[10], &[9], &[]).contains("192.0.2.9, which is not an egress IP"));
         assert!(problems(Rule::One, &[10], &[11], &[]).contains("saw 2 addresses"));
-        assert!(problems(Rule::NoneOf, &[10], &[], &[]).contains("192.0.2.10, an egress IP of somebody else's"));
+        assert!(problems(Rule::NoneOf, &[10], &[], &[]).contains("192.0.2.10, which is an egress IP of a policy"));
         assert!(
             problems(Rule::Any, &[], &[], &["TCP: timed out"])
                 .contains("1 failures at 203.0.113.7:8474, the first: TCP: timed out")

@@ -53,8 +53,8 @@ impl Unwritten {
             let before = self.0.remove(error.object());
             if before.as_ref().is_none_or(|before| before.last != message) {
                 match error {
-                    StoreError::Fenced(_) => tracing::debug!(%error, "it is tried again"),
-                    _ => tracing::warn!(%error, "it is tried again; nothing else waits for it"),
+                    StoreError::Fenced(_) => tracing::debug!(%error, "the write will be retried"),
+                    _ => tracing::warn!(%error, "the write will be retried; nothing else waits for it"),
                 }
             }
             let count = before.map_or(0, |before| before.count) + 1;

@@ -87,7 +87,7 @@ fn agent_text(agent: &NodeState) -> String {
     let store = if agent.store_connected { "" } else { ", NOT CONNECTED" };
     let addresses: Vec<String> = agent.tunnel_addresses.iter().map(ToString::to_string).collect();
     let bypass = agent.bypass.iter().map(|stranger| {
-        format!("  a SYN+ACK of a selected pod is not checked: packets may come into pods past our programs\n    by {stranger}\n")
+        format!("  SYN+ACKs of selected pods are not checked: packets may be delivered to pods without passing our programs,\n    by {stranger}\n")
     });
     let bypass: String = bypass.collect();
     format!(

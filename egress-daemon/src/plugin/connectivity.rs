@@ -239,7 +239,7 @@ fn told(kubectl: &Kubectl, pod: &Value) -> Result<Vec<Asked>, String> {
     }
     let [namespace, name] = ["namespace", "name"].map(|field| pod["metadata"][field].as_str().unwrap_or_default());
     let log = kubectl.text(&["logs", "-n", namespace, name]).map_err(|error| error.to_string())?;
-    serde_json::from_str(&log).map_err(|error| format!("the pod's answer is not understood: {error}: {log:?}"))
+    serde_json::from_str(&log).map_err(|error| format!("the pod's answer cannot be parsed: {error}: {log:?}"))
 }
 
 /// Why a pod has no result: its container's state, or its own.

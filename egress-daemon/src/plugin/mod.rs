@@ -290,7 +290,7 @@ fn on_nodes(
 }
 
 fn node_of(kubectl: &Kubectl, pod: &str) -> Result<String> {
-    kubectl.node_of(pod)?.with_context(|| format!("there is no pod {pod} with a node: name the node with --node"))
+    kubectl.node_of(pod)?.with_context(|| format!("pod {pod} is missing or has no node: name the node with --node"))
 }
 
 /// Shows the output of `egressctl` on the pod's node, live.

@@ -75,7 +75,7 @@ fn workload(object: &Value) -> Option<Part> {
         kind: object["kind"].as_str()?.to_owned(),
         name: name(object),
         ready: seen && ready == wanted && updated == wanted,
-        message: format!("{ready} of {wanted} pods are ready, {updated} of the present version"),
+        message: format!("{ready} of {wanted} pods are ready, {updated} run the current version"),
     })
 }
 
@@ -88,14 +88,14 @@ fn object(object: &Value) -> Option<Part> {
     let message = |condition: &Value| condition["message"].as_str().unwrap_or_default().to_owned();
     let part = |ready, message| Part { kind: kind.to_owned(), name: name(object), ready, message };
     let Some(ready) = condition("Ready") else {
-        let why = "no controller has looked at it yet".to_owned();
+        let why = "no controller has processed it yet".to_owned();
         return kind.ends_with("Policy").then(|| part(false, why));
     };
     let generation = |value: &Value| value.as_i64();
     let seen = generation(&ready["observedGeneration"])
         .is_none_or(|seen| generation(&object["metadata"]["generation"]).is_none_or(|present| seen >= present));
     if !seen {
-        return Some(part(false, "no controller has looked at its last change yet".to_owned()));
+        return Some(part(false, "no controller has processed its last change yet".to_owned()));
     }
     let degraded = condition("Degraded").filter(|degraded| degraded["status"] == "True");
     let is_ready = ready["status"] == "True";

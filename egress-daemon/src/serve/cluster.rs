@@ -234,10 +234,10 @@ fn explain(store: &Store, click: &Click) -> Result<String> {
     let status = ip.as_ref().and_then(|ip| ip.status.as_ref());
     text += &match status.and_then(|status| Some((status.node.as_ref()?, status.epoch))) {
         Some((node, epoch)) => format!("{address} is carried by {node} since epoch {epoch}.\n"),
-        None => format!("Nobody carries {address}.\n"),
+        None => format!("No gateway carries {address}.\n"),
     };
     Ok(
-        text + "Of single pods: kubectl spillway serve, or kubectl spillway explain --pod NAMESPACE/NAME --to ADDR:PORT/tcp\n"
+        text + "For single pods: kubectl spillway serve, or kubectl spillway explain --pod NAMESPACE/NAME --to ADDR:PORT/tcp\n"
     )
 }
 

@@ -79,14 +79,14 @@ pub struct EgressPolicySpec {
     #[serde(default)]
     pub zone: ZonePreference,
 
-    /// What happens to new flows while no gateway can take them: Drop, or NodeIP to send them out as if there were no
-    /// policy, with the address of the pod's node. NodeIP means Drop on each node where a cluster-scoped policy selects one of the
+    /// What happens to new flows while no gateway answers: Drop, or NodeIP to send them out as if there were no policy, with
+    /// the address of the pod's node. TCP connections that begin so keep it until they end. NodeIP means Drop on each node where a cluster-scoped policy selects one of the
     /// policy's pods, too.
     #[serde(default)]
     pub on_no_gateway: NoGateway,
 
-    /// What happens to TCP connections that are older than the policy: Keep leaves them on their old path until they
-    /// end, Drop cuts them.
+    /// What happens to TCP connections that are older than the policy, or began under onNoGateway NodeIP: Keep leaves
+    /// them on their old path until they end, Drop cuts them once there is a gateway.
     #[serde(default)]
     pub existing_connections: ExistingConnections,
 

@@ -91,13 +91,13 @@ pub struct EgressGatewayPolicySpec {
     #[serde(default)]
     pub zone: ZonePreference,
 
-    /// What happens to new flows while no gateway can take them: Drop, or NodeIP to send them out as if there were no
-    /// policy, with the address of the pod's node.
+    /// What happens to new flows while no gateway answers: Drop, or NodeIP to send them out as if there were no policy, with
+    /// the address of the pod's node. TCP connections that begin so keep it until they end.
     #[serde(default)]
     pub on_no_gateway: NoGateway,
 
-    /// What happens to TCP connections that are older than the policy: Keep leaves them on their old path until they
-    /// end, Drop cuts them.
+    /// What happens to TCP connections that are older than the policy, or began under onNoGateway NodeIP: Keep leaves
+    /// them on their old path until they end, Drop cuts them once there is a gateway.
     #[serde(default)]
     pub existing_connections: ExistingConnections,
 

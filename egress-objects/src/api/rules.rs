@@ -219,7 +219,7 @@ fn wrong_type(path: &str, expected: &str, value: &Value) -> Violation {
     };
     Violation {
         field: path.to_owned(),
-        message: format!("{shown} stands where {expected} is expected"),
+        message: format!("expected {expected}, found {shown}"),
         remedy: format!("write {expected}"),
     }
 }

@@ -400,7 +400,7 @@ fn errors_of_structure_name_the_known_fields() {
     );
     refused(
         policy("{selectors: {podSelector: {}}, destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: a}]}"),
-        &["spec.selectors: a map of fields stands where a list is expected: write a list"],
+        &["spec.selectors: expected a list, found a map of fields: write a list"],
     );
 }
 

@@ -47,7 +47,7 @@ pub struct Args {
     /// Only the end-to-end tests
     #[arg(long)]
     e2e: bool,
-    /// A part that takes at most four minutes from a built tree: no lints, no other kernels, only the common end-to-end tests
+    /// A subset that takes at most four minutes once everything is built: no lints, no other kernels, only the common end-to-end tests
     #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "kernel"])]
     quick: bool,
     /// Only the datapath's tests, under another kernel, in QEMU
@@ -59,7 +59,7 @@ pub struct Args {
     /// Only the page of `egressctl serve`, in a real Chromium; its screenshot becomes docs/page.png
     #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "quick", "kernel"])]
     page: bool,
-    /// Make what the kernels' verifiers count the baseline of later runs
+    /// Record what the kernels' verifiers count as the baseline for later runs
     #[arg(long, requires = "kernel")]
     bless: bool,
 }

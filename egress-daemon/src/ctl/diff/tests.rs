@@ -114,7 +114,7 @@ fn diff_names_the_flows_of_all_nodes_that_would_not_go_on() {
         })
         .collect();
     assert_eq!(told, [(4001, "breaks"), (4003, "breaks")], "{}", view.text());
-    assert!(view.text().ends_with("2 of 2 flows of 2 nodes would not go on as they are\n"), "{}", view.text());
+    assert!(view.text().ends_with("2 of 2 flows of 2 nodes would not continue unchanged\n"), "{}", view.text());
 }
 
 #[test]

@@ -128,7 +128,7 @@ impl Row for DiffRow {
             }
             DiffRow::EgressIp { address, change, from, to } => {
                 let text = match *change {
-                    "removed" => "not be used any more".to_owned(),
+                    "removed" => "no longer be used".to_owned(),
                     "added" => format!("come into use, at gateway {}", or_dash(to.as_ref())),
                     _ => format!("move from gateway {} to {}", or_dash(from.as_ref()), or_dash(to.as_ref())),
                 };
@@ -143,7 +143,7 @@ impl Row for DiffRow {
                 ("policy", policy.clone(), format!("have {condition} {state} ({reason}): {message}"))
             }
             DiffRow::Conflict { policy, winner, destinations } => {
-                let text = format!("come second for {}: policy {winner} comes first", destinations.join(", "));
+                let text = format!("lose precedence for {} to policy {winner}", destinations.join(", "));
                 ("conflict", policy.clone(), text)
             }
             DiffRow::Flow { flow, becomes, by } => ("flow", flow_text(flow), fate_text(becomes, by.as_ref())),
@@ -263,7 +263,7 @@ impl Printable for DiffView {
             nodes => format!("{} nodes", nodes.len()),
         };
         let named = if flows.len() > NAMED_FLOWS { format!(" ({NAMED_FLOWS} are named)") } else { String::new() };
-        text += &format!("{} of {} flows of {nodes} would not go on as they are{named}\n", flows.len(), self.flows);
+        text += &format!("{} of {} flows of {nodes} would not continue unchanged{named}\n", flows.len(), self.flows);
         text
     }
 }

@@ -145,7 +145,7 @@ pub fn explain(sources: ViewSources<'_>, question: &Question) -> Result<Explanat
                 walk.say("flow", "There is no flow with these addresses and ports: this would be its first packet.");
             } else {
                 let open = dump.flows.iter().filter(|f| matches(f, source, question)).count();
-                walk.say("flow", format!("{open} flows of this pod to there are open; what follows is for a new one."));
+                walk.say("flow", format!("This pod has {open} open flows there; what follows is for a new one."));
             }
             new_flow(&mut walk, source, question)
         }
@@ -226,13 +226,13 @@ fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> PacketO
     }
     let except = dump.except(to);
     let Some(endpoint) = dump.endpoint(source) else {
-        walk.say("endpoint", format!("{source} is the address of no pod that this node's maps know."));
+        walk.say("endpoint", format!("{source} is not the address of any pod in this node's maps."));
         let hold = dump.tables.config.is_some_and(|config| config.flags & flags::HOLD != 0);
         if hold && except.is_none() && !never_leaves(source) {
             walk.say("endpoint", "A pod that a policy selects is starting on this node, so unknown sources are held.");
             return walk.dropped(Counter::DropHeld);
         }
-        return walk.passed("no policy can select an address that is no pod's");
+        return walk.passed("no policy can select an address that belongs to no pod");
     };
     let Some(policy) = classify(walk, source, endpoint, except, to) else {
         return walk.passed("no policy applies");
@@ -294,21 +294,22 @@ fn classify(
             "excepts",
             format!(
                 "{to} lies in {net}, which no policy touches (pods, nodes, services, exceptCIDRs). Where a Service \
-                 leads from there to a destination of a policy, the exit drops it (drop_service)."
+                 leads from there to a destination of a policy, the exit drops it (drop_service), except TCP to the API \
+                 server's Service."
             ),
         );
         return None;
     }
-    walk.say("excepts", format!("{to} is not among the prefixes that no policy touches."));
+    walk.say("excepts", format!("{to} is in no prefix that is excepted from all policies."));
     match dump.route(endpoint.class, to) {
         Some((net, NO_POLICY)) => {
-            walk.say("route", format!("The longest prefix of the class is {net}, which excludedCIDRs exclude."));
+            walk.say("route", format!("The longest match in the class is {net}, which excludedCIDRs excludes."));
             None
         }
         Some((net, policy)) => {
             walk.say(
                 "route",
-                format!("The longest prefix of the class is {net}, of policy {}.", dump.policy_name(policy)),
+                format!("The longest match in the class is {net}, of policy {}.", dump.policy_name(policy)),
             );
             Some(policy)
         }

@@ -44,7 +44,7 @@ pub(super) fn choose(
         (false, None) => return undecided(walk, policy, record),
     };
     if per_endpoint && assigned.is_none() {
-        walk.say("slot", "The pod is assigned to no egress IP yet, and waits: it must not be seen with two.");
+        walk.say("slot", "The pod has no assigned egress IP yet. It waits, because it must not be seen with two.");
         return walk.dropped(Counter::DropNoGateway);
     }
     let mut no_port = false;
@@ -69,7 +69,7 @@ pub(super) fn choose(
             Slot::Taken => return hand_over(walk, egress),
         }
     }
-    walk.say("slot", format!("These were {SLOT_PROBES} attempts, and a packet makes no more."));
+    walk.say("slot", format!("That was the last of the {SLOT_PROBES} attempts that a packet makes."));
     walk.dropped(if no_port { Counter::DropNoPort } else { Counter::DropNoGateway })
 }
 
@@ -141,7 +141,7 @@ fn try_slot(walk: &mut Walk<'_>, question: &Question, policy: u32, egress: u32) 
             return Slot::Unusable;
         }
         None => {
-            walk.say("slot", format!("{ip} is no slot of the policy any more; another slot is tried."));
+            walk.say("slot", format!("{ip} is no longer a slot of the policy; another slot is tried."));
             return Slot::Unusable;
         }
     }
@@ -223,7 +223,7 @@ pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> PacketOutcome {
             let transport = dump.tables.nodes.get(&e.gateway).map_or(0, |node| node.forward);
             let how = match transport {
                 transport::DIRECT => "direct: without a tunnel to the MAC address of",
-                transport::VXLAN => "vxlan: through the tunnel, past its device, to",
+                transport::VXLAN => "vxlan: through the tunnel, bypassing its device, to",
                 _ => "device: through the tunnel to",
             };
             walk.say("transport", format!("{how} {address}."));

@@ -55,7 +55,7 @@ fn explain_follows_the_steps_of_the_datapath() {
     let steps: Vec<_> = answer.steps.iter().map(|step| step.step).collect();
     assert_eq!(steps, ["flow", "endpoint", "excepts", "route", "policy", "hash", "ports", "gateway", "transport"]);
     let text = print(&answer, Output::Table).unwrap();
-    assert!(text.contains(" 4. route      The longest prefix of the class is 0.0.0.0/0, of policy web.\n"), "{text}");
+    assert!(text.contains(" 4. route      The longest match in the class is 0.0.0.0/0, of policy web.\n"), "{text}");
     assert!(text.contains("\nSENT with source 192.0.2.1"), "{text}");
     let json: serde_json::Value = serde_json::from_str(&print(&answer, Output::Json).unwrap()).unwrap();
     assert_eq!(json["outcome"]["action"], "sent");
@@ -90,7 +90,7 @@ fn flows_that_lost_their_egress_ip_are_dropped() {
 fn explain_without_a_source_port_shows_the_shares_of_slots() {
     let answer = ask(&dump(), "prod/web-0", "203.0.113.7:443/tcp", None);
     assert_eq!(answer.outcome.action, PacketAction::Depends);
-    assert!(answer.steps[0].text.starts_with("2 flows of this pod"), "{:?}", answer.steps[0]);
+    assert!(answer.steps[0].text.starts_with("This pod has 2 open flows"), "{:?}", answer.steps[0]);
     let shares: Vec<_> = answer.steps.iter().filter(|step| step.step == "hash").map(|s| s.text.as_str()).collect();
     assert_eq!(shares.len(), 2);
     assert!(shares[0].contains("192.0.2.10, by gateway gw1") && shares[0].starts_with("50 %"), "{shares:?}");

@@ -66,7 +66,7 @@ impl<'a> ConditionWriter<'a> {
                 match waits {
                     Some(behind) => self.add(PROGRAMMED, false, PROGRAMMING, waiting(behind)),
                     None => {
-                        let message = "every node of its pods that reports its policies had it in its datapath".into();
+                        let message = "every node that runs its pods and reports its policies has programmed it".into();
                         self.add(PROGRAMMED, true, Reason::AsExpected.as_str(), message);
                     }
                 }
@@ -100,7 +100,7 @@ impl<'a> ConditionWriter<'a> {
         }
         match assigned.and_then(|slot| Some((&slot.egress_ip, slot.node.as_ref()?))) {
             Some((ip, node)) => self.add("IPAssigned", true, "Assigned", format!("node {node} carries {ip}")),
-            None => self.add("IPAssigned", false, "NotAssigned", "no node carries an address of it".into()),
+            None => self.add("IPAssigned", false, "NotAssigned", "no node carries any of its addresses".into()),
         }
     }
 
@@ -130,7 +130,7 @@ impl<'a> ConditionWriter<'a> {
             }
             OwnerReason::NoGatewaySelected => "no node is selected: correct the nodeSelector or label nodes".into(),
             OwnerReason::SelectorUnknown => {
-                "no gateway that it had is left, and its pool does not say which nodes may be: correct or create it".into()
+                "its former gateways are gone, and its pool does not say which nodes may carry it: correct or create the pool".into()
             }
             OwnerReason::NoGatewayReady => {
                 "no selected node is ready with an agent that renews its lease: check these nodes".into()
@@ -170,7 +170,7 @@ impl<'a> ConditionWriter<'a> {
 /// What becomes of an address that drains.
 fn until(drain_timeout: Duration) -> String {
     let seconds = drain_timeout.as_secs();
-    format!("no new connections, and a release when the last one ends, after {seconds} s (drainTimeout) at the latest")
+    format!("no new connections; released when the last one ends, after {seconds} s (drainTimeout) at the latest")
 }
 
 fn waiting(behind: &BTreeSet<NodeName>) -> String {
