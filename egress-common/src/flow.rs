@@ -209,7 +209,7 @@ map_type! {
         pub ifindex: u32,
         /// TCP flags seen from the pod, [`crate::tcp::seen`].
         pub state: u16,
-        /// 1 if the pod opened the connection itself, which `existingConnections: Drop` cuts; else 0.
+        /// 1 if the pod opened the connection itself, which `existingConnections: Drop` cuts; 0 if the outside did.
         pub own: u16,
     } size 24
 }

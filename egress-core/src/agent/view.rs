@@ -210,14 +210,14 @@ fn slots(facts: &Facts, decided: &Decided, policy: &Policy) -> (Vec<SlotView>, B
     let zone_of = |n: &NodeName| facts.objects.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
     let own_zone = zone_of(&facts.node);
     let near = |owner: Option<&NodeName>| own_zone.is_some() && owner.and_then(zone_of) == own_zone;
-    let users = facts.objects.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, *e.users.get(&policy.id)?)));
+    let users = facts.objects.plan.egress_ips.iter().filter_map(|(ip, e)| Some((*ip, e, *e.users.get(&policy.id)?)));
     let mut waits = BTreeSet::new();
     let mut slots = Vec::new();
-    for (address, weight) in users {
+    for (address, e, weight) in users {
         let owner = decided.carriers.gateway(address);
         let answers = answers(facts, decided, address) && (policy.zone != ZoneMode::Require || near(owner));
         let usable = answers && usable(facts, decided, address).next().is_some();
-        if answers && weight > 0 {
+        if answers && weight > 0 && !e.draining && owner.is_some_and(|owner| grants(facts, owner)) {
             waits.insert(Family::of(address));
         }
         slots.push((SlotView { address, weight, usable }, owner));
@@ -246,6 +246,11 @@ fn prefer(slots: &mut [(SlotView, Option<&NodeName>)], first: impl Fn(Option<&No
 
 fn usable<'a>(facts: &'a Facts, decided: &'a Decided, address: IpAddr) -> impl Iterator<Item = u16> + use<'a> {
     blocks::usable(facts, &decided.carriers, &decided.withheld, address)
+}
+
+/// Whether blocks may yet come for the egress IPs of a gateway that answers: it is there, and says that it is able.
+fn grants(facts: &Facts, gateway: &NodeName) -> bool {
+    facts.objects.snapshot.nodes.contains_key(gateway) && facts.probes.get(gateway) != Some(&ProbeState::Unable)
 }
 
 /// Whether an egress IP has a gateway that new flows may use.

@@ -303,9 +303,20 @@ fn a_node_that_has_no_blocks_yet_is_not_without_a_gateway() {
     assert_eq!(waits(&world), [].into(), "slots are usable");
     world.plan.blocks.clear();
     assert_eq!(waits(&world), [Family::V4].into());
-    world.probes = ["g1", "g2"].map(|gateway| (gateway.into(), ProbeState::Dead)).into();
-    world.partial = true;
-    assert_eq!(waits(&world), [].into(), "no gateway answers");
+    let change = |change: fn(&mut FactsFixture)| {
+        let mut world = FactsFixture::new();
+        world.plan.blocks.clear();
+        change(&mut world);
+        waits(&world)
+    };
+    let probed = |state: ProbeState| ["g1", "g2"].map(|gateway| (gateway.into(), state)).into();
+    for state in [ProbeState::Dead, ProbeState::Unable] {
+        (world.probes, world.partial) = (probed(state), true);
+        assert_eq!(waits(&world), [].into(), "{state:?}");
+    }
+    let drain = |world: &mut FactsFixture| world.plan.egress_ips.values_mut().for_each(|e| e.draining = true);
+    assert_eq!(change(drain), [].into(), "they get no new blocks");
+    assert_eq!(change(|world| world.snapshot.nodes.clear()), [].into(), "the gateways' nodes are gone");
 }
 
 /// Gives an egress IP of the world these carriers.

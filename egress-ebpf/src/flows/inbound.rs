@@ -75,27 +75,32 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     }
     // Only where a reply could be taken for a flow of a policy: nothing is kept for the cluster's own traffic.
     if let Class::Policy(_, endpoint) = classify::classify(config, key.src, key.dst) {
-        leave_alone::<F>(pkt, generation, &key, &endpoint, Opener::Outside);
+        leave_alone::<F>(pkt, generation, &key, &endpoint, Opener::Outside, 0);
     }
     Verdict::Pass
 }
 
-/// Who opened a connection that is left alone.
+/// Who opened a connection that is left alone, as [`Inbound::own`] has it.
+#[derive(Clone, Copy)]
+#[repr(u16)]
 pub enum Opener {
-    /// The outside.
     Outside,
-    /// The pod: the flags of its segment.
-    Pod(u8),
+    Pod,
 }
 
-/// Records a connection that is to be left alone according to the tables of this generation.
+/// Records a connection that is to be left alone according to the tables of this generation. `flags`: those of the pod's TCP segment, if it
+/// is one.
 #[inline(always)]
-pub fn leave_alone<F: Family>(pkt: &Packet, generation: u32, key: &FlowKey<F>, endpoint: &Endpoint, opener: Opener) {
+pub fn leave_alone<F: Family>(
+    pkt: &Packet,
+    generation: u32,
+    key: &FlowKey<F>,
+    endpoint: &Endpoint,
+    opener: Opener,
+    flags: u8,
+) {
     let now = now_tick();
-    let (state, own) = match opener {
-        Opener::Outside => (0, 0),
-        Opener::Pod(flags) => (tcp::advance(0, flags), 1),
-    };
+    let (state, own) = (tcp::advance(0, flags), opener as u16);
     let record =
         Inbound { last_seen: now, created: now, generation, endpoint: endpoint.id, ifindex: pkt.ifindex(), state, own };
     trace::note(Step::Remembered, 0, 0);
@@ -122,13 +127,14 @@ pub enum Known {
     LeftAlone,
 }
 
-/// Looks for the record of a pod's packet. One that the packet does not continue is removed.
+/// Looks for the record of a pod's packet; `renewed`: by [`renew`] just now, whatever the tables have become since. One that the packet does not
+/// continue is removed.
 #[inline(always)]
-pub fn look<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>) -> Known {
+pub fn look<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, renewed: bool) -> Known {
     let Some(record) = F::inbound().get_ptr_mut(key) else { return Known::No };
     // SAFETY: as in `remember`.
     let record = unsafe { &mut *record };
-    if record.generation != config.generation || record.ifindex != pkt.ifindex() {
+    if !renewed && record.generation != config.generation || record.ifindex != pkt.ifindex() {
         return Known::Perhaps;
     }
     if goes_on::<F>(config, t, key, record) {
@@ -139,8 +145,7 @@ pub fn look<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key:
 }
 
 /// A packet with a record that was made under other tables: [`KEPT`] if the record belongs to the pod that has the address now, and the policy
-/// that the packet is under now does not cut it (`existingConnections: Drop`). Otherwise [`GONE`], without the record, or a verdict's
-/// bits.
+/// that the packet is under now does not cut it (`existingConnections: Drop`). Otherwise [`GONE`], or a verdict's bits.
 ///
 /// Few packets come here, so it is a step of its own, like [`recheck`].
 #[inline(always)]
@@ -150,15 +155,14 @@ pub fn renew<F: Family>(pkt: &Packet) -> u64 {
         Ok(headers) => headers,
         Err(counter) => return Verdict::Drop(counter).to_bits(),
     };
+    let generation = recheck::generation(config);
+    let Class::Policy(policy, endpoint) = classify::classify(config, ip.src, ip.dst) else { return GONE };
+    let cuts = classify::policy::<F>(policy).is_some_and(|policy| policy.flags & policy_flags::EXISTING_DROP != 0);
     let key = key::of_pod(&ip, &t);
     let Some(record) = F::inbound().get_ptr_mut(&key) else { return GONE };
     // SAFETY: as in `remember`.
     let record = unsafe { &mut *record };
-    let generation = recheck::generation(config);
-    let Class::Policy(policy, endpoint) = classify::classify(config, ip.src, ip.dst) else { return GONE };
-    let is_cut = record.own != 0
-        && classify::policy::<F>(policy).is_some_and(|policy| policy.flags & policy_flags::EXISTING_DROP != 0);
-    if record.endpoint == endpoint.id && !is_cut {
+    if record.endpoint == endpoint.id && !(cuts && record.own != Opener::Outside as u16) {
         record.generation = generation;
         record.ifindex = pkt.ifindex();
         return KEPT;

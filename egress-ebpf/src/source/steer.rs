@@ -58,7 +58,7 @@ const RENEW: u64 = u64::MAX - 8;
 const ANY: u32 = 0;
 /// This packet has made it: its SYN does not open it again.
 const MADE: u32 = 1;
-/// It was just checked, and what the tables have become since is for the next packet.
+/// It, or the record of a connection that is left alone, was just checked, and what the tables have become since is for the next packet.
 const CHECKED: u32 = 2;
 
 /// Classifies a pod's packet, finds or makes its flow, translates and sends it.
@@ -113,7 +113,7 @@ fn checked<F: Family>(pkt: &Packet, known: u32) -> u64 {
             dropped => dropped,
         },
         RENEW => match inbound::once::renew::<F>(pkt) {
-            recheck::KEPT => once::established::<F>(pkt, known),
+            recheck::KEPT => once::established::<F>(pkt, CHECKED),
             recheck::GONE => UNKNOWN,
             dropped => dropped,
         },
@@ -174,7 +174,7 @@ pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
     // An answer belongs to what the outside has asked, never to the pod's own query with the same identifier.
     let flow = if t.kind == Kind::Answer { None } else { F::flows().get_ptr_mut(&key) };
     let Some(flow) = flow else {
-        return match inbound::look::<F>(pkt, config, &t, &key) {
+        return match inbound::look::<F>(pkt, config, &t, &key, known == CHECKED) {
             Known::No => UNKNOWN,
             Known::Perhaps => RENEW,
             Known::LeftAlone => {
@@ -294,7 +294,8 @@ fn unknown<F: Family>(
             trace::note(Step::AsNode, 0, 0);
             if t.kind == Kind::Tcp && policy.flags & policy_flags::EXISTING_DROP == 0 {
                 // It stays on its path when a gateway is back.
-                inbound::leave_alone::<F>(pkt, generation, key, &endpoint, Opener::Pod(t.flags));
+                let opener = if is_unseen_answer(config, t) { Opener::Outside } else { Opener::Pod };
+                inbound::leave_alone::<F>(pkt, generation, key, &endpoint, opener, t.flags);
             }
             return Err(alone(ip));
         }
@@ -319,18 +320,24 @@ fn stray<F: Family>(
     policy: &Policy,
     endpoint: &Endpoint,
 ) -> Verdict {
-    // The pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod). If nothing on this
-    // node can deliver a SYN like that, the pod has made it up.
-    let answers = config.flags & flags::UNSEEN_INBOUND != 0
-        && t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK;
+    let answers = is_unseen_answer(config, t);
     // A connection that the pod had open when the policy selected it.
     let old = now_tick() < endpoint.history_until && policy.flags & policy_flags::EXISTING_DROP == 0;
     if !answers && !old {
         // All of them are dropped, resets too.
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
-    inbound::leave_alone::<F>(pkt, generation, key, endpoint, Opener::Pod(t.flags));
+    let opener = if answers { Opener::Outside } else { Opener::Pod };
+    inbound::leave_alone::<F>(pkt, generation, key, endpoint, opener, t.flags);
     alone(ip)
+}
+
+/// Whether the pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod). If nothing on this
+/// node can deliver a SYN like that, the pod has made it up.
+#[inline(always)]
+fn is_unseen_answer(config: &DatapathConfig, t: &L4Header) -> bool {
+    config.flags & flags::UNSEEN_INBOUND != 0
+        && t.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN | tcp::flag::ACK
 }
 
 /// Opens a flow: chooses a slot, takes a port and enters both halves.

@@ -264,7 +264,11 @@ fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> PacketO
         walk.say("protocol", format!("TCP connections from before the policy are {what}; a SYN opens a new flow."));
     }
     if record.table_len == 0 {
-        walk.say("slot", "No slot of the policy can take new flows: its egress IPs have no gateway that answers, or there are none of this address family.");
+        walk.say(
+            "slot",
+            "No slot of the policy can take new flows: its egress IPs have no gateway that answers, or no port blocks for this node, or there \
+             are none of this address family.",
+        );
         return if record.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0 {
             walk.passed("onNoGateway is NodeIP, so it leaves with the node's address")
         } else {

@@ -93,7 +93,8 @@ pub fn policies(sources: ViewSources<'_>) -> List<PolicyRow> {
     let mut rows: BTreeMap<String, PolicyRow> = BTreeMap::new();
     for index in indices {
         let [v4, v6] = [false, true].map(|ipv6| dump.policy(index, ipv6));
-        let flags = v4.or(v6).map_or(0, |policy| policy.flags);
+        // A family that waits for port blocks lacks the bit of `NodeIP`.
+        let flags = [v4, v6].into_iter().flatten().fold(0, |flags, policy| flags | policy.flags);
         let either = |flag, yes: &str, no: &str| Some(if flags & flag != 0 { yes } else { no }.to_owned());
         let name = dump.policy_name(index);
         let row = PolicyRow {

@@ -172,6 +172,12 @@ fn syn_ack_without_a_record_passes_only_where_packets_may_come_in_unseen() {
         for flags in [SYN | ACK, ACK] {
             assert_eq!(rig.run("pod_egress", &says(flags)).0, NEXT);
         }
+        // The outside opened it: `existingConnections: Drop` means others.
+        let mut cuts = view.clone();
+        cuts.policies.values_mut().for_each(|policy| policy.flags = policy_flags::EXISTING_DROP);
+        rig.write(&cuts);
+        assert_eq!(rig.run("pod_egress", &says(ACK)).0, NEXT);
+        rig.write(&view);
     }
 }
 
