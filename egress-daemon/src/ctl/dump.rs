@@ -37,6 +37,8 @@ pub struct FlowEntry {
     pub proto: u32,
     /// Whether its packets are left alone. Then only the ticks and the TCP state of [`flow`](Self::flow) are meaningful.
     pub untouched: bool,
+    /// Of those: whether the pod opened it, so that `existingConnections: Drop` cuts it.
+    pub own: bool,
     /// What outgoing packets need.
     pub flow: Flow,
     /// What replies need; absent where they are left alone.
@@ -267,6 +269,7 @@ where
         remote_port: u16::from_be(k.dst_port),
         proto: k.proto,
         untouched: false,
+        own: false,
         flow,
         back: back.get(&k).copied(),
     }));
@@ -277,6 +280,7 @@ where
         remote_port: u16::from_be(k.dst_port),
         proto: k.proto,
         untouched: true,
+        own: record.own != 0,
         flow: left_alone(&record),
         back: None,
     }));

@@ -168,11 +168,18 @@ fn matches(flow: &FlowEntry, source: IpAddr, question: &Question) -> bool {
         && flow.proto == question.protocol.number(question.to.is_ipv6())
 }
 
-/// What is left alone for the pod that had the address before is none: the programs remove its record.
+/// What is left alone for the pod that had the address before is none, nor is what its policy cuts now: the programs remove their records.
 fn find<'a>(dump: &'a Dump, source: IpAddr, question: &Question, port: u16) -> Option<&'a FlowEntry> {
-    let is_anothers = |id: u32| dump.endpoint(source).is_some_and(|endpoint| endpoint.id != id);
+    let endpoint = dump.endpoint(source);
+    let is_anothers = |id: u32| endpoint.is_some_and(|endpoint| endpoint.id != id);
+    let cuts = || {
+        let class = endpoint.filter(|_| dump.except(question.to).is_none())?.class;
+        let (_, policy) = dump.route(class, question.to)?;
+        dump.policy(policy, question.to.is_ipv6()).map(|policy| policy.flags & policy_flags::EXISTING_DROP != 0)
+    };
+    let is_removed = |flow: &FlowEntry| is_anothers(flow.flow.endpoint) || flow.own && cuts() == Some(true);
     let mut flows = dump.flows.iter().filter(|flow| flow.pod_port == port && matches(flow, source, question));
-    flows.find(|flow| !flow.untouched || !is_anothers(flow.flow.endpoint))
+    flows.find(|flow| !flow.untouched || !is_removed(flow))
 }
 
 /// A packet of a flow that is in the table.

@@ -82,6 +82,7 @@ fn probe(source: IpAddr, question: &Question, port: u16) -> FlowEntry {
         remote_port: question.port,
         proto: question.protocol.number(question.to.is_ipv6()),
         untouched: false,
+        own: false,
         flow: Flow::EMPTY,
         back: None,
     }

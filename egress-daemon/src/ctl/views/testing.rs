@@ -138,6 +138,7 @@ pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, eg
         remote_port: remote.1,
         proto: 6,
         untouched: false,
+        own: false,
         flow,
         back: Some(Back { state: seen::SYN | seen::ACK, last_seen: START + 95 }),
     }
@@ -157,6 +158,7 @@ pub fn dump() -> Dump {
         remote_port: 55_555,
         back: None,
         untouched: true,
+        own: false,
         flow: Flow { policy: 0, egress: 0, port: 0, ..first.flow },
         ..first
     };
