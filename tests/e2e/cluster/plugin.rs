@@ -68,7 +68,9 @@ fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
     let explained = plugin.says(&format!("explain --pod default/{} --to {}:80/tcp", pod.name, SERVERS[0]))?;
     ensure!(explained.starts_with(&format!("Node {}\n", pod.node)) && explained.contains("policy web"), "{explained}");
     ensure!(explained.matches("Node ").count() == 1, "{explained}");
-    for (line, why) in [("flowz", "unrecognized subcommand"), ("flows --pod default/nobody", "pod default/nobody is missing")] {
+    for (line, why) in
+        [("flowz", "unrecognized subcommand"), ("flows --pod default/nobody", "pod default/nobody is missing")]
+    {
         let output = plugin.run(line)?;
         let told = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure!(!output.status.success() && told.contains(why), "{line}: {told}");
