@@ -298,25 +298,30 @@ fn tenant_a_policy_of_a_namespace_takes_no_pod_out_of_a_cluster_scoped_one() {
 
 #[test]
 fn a_node_that_has_no_blocks_yet_is_not_without_a_gateway() {
-    let mut world = FactsFixture::new();
-    let waits = |world: &FactsFixture| world.view().policies[&policy_id()].waits.clone();
-    assert_eq!(waits(&world), [].into(), "slots are usable");
-    world.plan.blocks.clear();
-    assert_eq!(waits(&world), [Family::V4].into());
-    let change = |change: fn(&mut FactsFixture)| {
+    fn waits(change: impl Fn(&mut FactsFixture)) -> BTreeSet<Family> {
         let mut world = FactsFixture::new();
-        world.plan.blocks.clear();
         change(&mut world);
-        waits(&world)
-    };
-    let probed = |state: ProbeState| ["g1", "g2"].map(|gateway| (gateway.into(), state)).into();
-    for state in [ProbeState::Dead, ProbeState::Unable] {
-        (world.probes, world.partial) = (probed(state), true);
-        assert_eq!(waits(&world), [].into(), "{state:?}");
+        world.view().policies[&policy_id()].waits.clone()
     }
-    let drain = |world: &mut FactsFixture| world.plan.egress_ips.values_mut().for_each(|e| e.draining = true);
-    assert_eq!(change(drain), [].into(), "they get no new blocks");
-    assert_eq!(change(|world| world.snapshot.nodes.clear()), [].into(), "the gateways' nodes are gone");
+    assert_eq!(waits(|_| {}), [].into(), "slots are usable");
+    assert_eq!(waits(|world| world.plan.blocks.clear()), [Family::V4].into());
+    for state in [ProbeState::Dead, ProbeState::Unable] {
+        let waiting = waits(|world| {
+            world.plan.blocks.clear();
+            (world.probes, world.partial) = (["g1", "g2"].map(|gateway| (gateway.into(), state)).into(), true);
+        });
+        assert_eq!(waiting, [].into(), "{state:?}");
+    }
+    let draining = waits(|world| {
+        world.plan.blocks.clear();
+        world.plan.egress_ips.values_mut().for_each(|e| e.draining = true);
+    });
+    assert_eq!(draining, [].into(), "they get no new blocks");
+    let alone = waits(|world| {
+        world.plan.blocks.clear();
+        world.snapshot.nodes.clear();
+    });
+    assert_eq!(alone, [].into(), "the gateways' nodes are gone");
 }
 
 /// Gives an egress IP of the world these carriers.

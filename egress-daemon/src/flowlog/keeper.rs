@@ -9,8 +9,6 @@ use std::time::Duration;
 
 /// How soon what has failed is tried again, apart from writing, in microseconds.
 const PAUSE: Instant = 60_000_000;
-/// How often a log that the mode switches off is tended.
-const IDLE: Duration = Duration::from_secs(10);
 
 /// The greatest length of a journal.
 #[derive(Clone, Copy, Debug)]
@@ -112,7 +110,7 @@ impl<E: Entry> Keeper<E> {
     pub(super) fn idle(mut self, stopped: &Receiver<()>) {
         while self.directory().exists() {
             self.tend(now());
-            if stopped.recv_timeout(IDLE) != Err(RecvTimeoutError::Timeout) {
+            if stopped.recv_timeout(Duration::from_micros(PAUSE as u64)) != Err(RecvTimeoutError::Timeout) {
                 break;
             }
         }

@@ -147,6 +147,14 @@ fn old_segments_go_and_the_oldest_where_all_are_too_large() {
     assert_eq!(names(&limits), ["00000000000120000000.journal"]);
 }
 
+/// A log with a file from the first second, and one from the tenth, which is open.
+fn rotated(limits: &Limits) -> Log<LeaseRecord> {
+    let mut log = open(limits, 1);
+    log.append(&[alive(1)]).unwrap();
+    rotate(&mut log, 10);
+    log
+}
+
 /// Dates the last write of the journal that began at a second.
 fn date(limits: &Limits, began: i64, written: u64) {
     let path = limits.directory.join(format!("{:020}.journal", began * 1_000_000));
@@ -163,9 +171,7 @@ fn keeper(limits: &Limits) -> keeper::Keeper<LeaseRecord> {
 fn a_log_that_cannot_be_written_still_removes_what_is_too_old() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
-    let mut log = open(&limits, 1);
-    log.append(&[alive(1)]).unwrap();
-    rotate(&mut log, 10);
+    let _log = rotated(&limits);
     let mut keeper = keeper(&limits);
     assert!(keeper.open(20_000_000) && keeper.append(&[alive(20)]));
     keeper.tend(20_000_000);
@@ -184,9 +190,7 @@ fn a_log_that_cannot_be_written_still_removes_what_is_too_old() {
 fn a_log_that_cannot_be_begun_still_removes_what_is_too_old() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
-    let mut log = open(&limits, 1);
-    log.append(&[alive(1)]).unwrap();
-    rotate(&mut log, 10);
+    let mut log = rotated(&limits);
     rotate(&mut log, 50);
     drop(log);
     date(&limits, 50, 75);
@@ -209,9 +213,7 @@ fn a_log_that_cannot_be_begun_still_removes_what_is_too_old() {
 fn the_last_file_goes_with_its_age_unless_it_is_being_written() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
-    let mut log = open(&limits, 1);
-    log.append(&[alive(1)]).unwrap();
-    rotate(&mut log, 10);
+    let log = rotated(&limits);
     date(&limits, 10, 20);
     log.tidy(1_000_000_000).unwrap();
     assert_eq!(names(&limits), ["00000000000010000000.journal"]);
@@ -230,10 +232,7 @@ fn a_log_of_flows_that_is_switched_off_still_removes_what_is_too_old() {
     for mode in [Mode::Leases, Mode::Off] {
         let directory = tempfile::tempdir().unwrap();
         let limits = limits(directory.path());
-        let mut log = open(&limits, 1);
-        log.append(&[alive(1)]).unwrap();
-        rotate(&mut log, 10);
-        drop(log);
+        drop(rotated(&limits));
         let settings = flows::Settings {
             config: FlowLog { mode, retention: limits.retention, ..FlowLog::default() },
             directory: limits.directory.clone(),

@@ -128,6 +128,12 @@ impl L4Header {
         Self { kind, src_port: 0, dst_port: 0, flags: 0, ack: 0 }
     }
 
+    /// Whether it has ports, or an identifier in their place.
+    #[inline(always)]
+    pub fn has_ports(&self) -> bool {
+        matches!(self.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer)
+    }
+
     /// Whether this segment opens a connection.
     #[inline(always)]
     pub fn opens(&self) -> bool {

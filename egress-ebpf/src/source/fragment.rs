@@ -27,7 +27,7 @@ pub fn gather<F: Family>(pkt: &Packet) -> u64 {
     // SAFETY: this CPU's alone while the program runs.
     unsafe { (*holding).key = HeldKey { datagram: datagram::key(&ip), place: 0 } };
     match (ip.part, t.kind) {
-        (Part::First, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) => {
+        (Part::First, _) if t.has_ports() => {
             datagram::keep(&ip, &t);
             take_along::<F>(pkt)
         }

@@ -220,7 +220,7 @@ pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
 pub fn keep<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return 0 };
     let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
-    if matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
+    if t.has_ports() {
         datagram::keep(&ip, &t);
     }
     0

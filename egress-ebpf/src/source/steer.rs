@@ -167,7 +167,7 @@ pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
     let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
     // The search for the ports of a later fragment would leave a path that knows it to be one, and with it another one through all that follows.
     let ip = ip.hidden(pkt.len());
-    if !matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer) {
+    if !t.has_ports() {
         return UNKNOWN;
     }
     let key = key::of_pod(&ip, &t);

@@ -31,6 +31,16 @@ fn with_neighbor() -> NodeView {
     view
 }
 
+/// The scene without a gateway, so that everything leaves with the node's address.
+fn without_gateway() -> NodeView {
+    let mut view = scene();
+    for policy in view.policies.values_mut() {
+        policy.slots.clear();
+        policy.flags = policy_flags::ON_NO_GATEWAY_NODE_IP;
+    }
+    view
+}
+
 /// One of many hosts outside.
 fn host(n: u32, like: IpAddr) -> IpAddr {
     match like {
@@ -259,11 +269,7 @@ fn fragments_of_a_pods_answers_are_left_alone_like_their_first_one() {
 
 #[test]
 fn what_leaves_with_the_nodes_address_does_so_in_fragments_and_after_its_first_segment() {
-    let mut view = scene();
-    for policy in view.policies.values_mut() {
-        policy.slots.clear();
-        policy.flags = policy_flags::ON_NO_GATEWAY_NODE_IP;
-    }
+    let view = without_gateway();
     let Some(mut rig) = Reused::new("as-node", &view) else { return };
     for (pod, server) in POD.into_iter().zip(SERVER) {
         let (pod, server) = (addr(pod), addr(server));
@@ -283,11 +289,7 @@ fn what_leaves_with_the_nodes_address_does_so_in_fragments_and_after_its_first_s
 
 #[test]
 fn existing_connections_drop_cuts_what_the_pod_had_opened_before_and_nothing_else() {
-    let mut without = scene();
-    for policy in without.policies.values_mut() {
-        policy.slots.clear();
-        policy.flags = policy_flags::ON_NO_GATEWAY_NODE_IP;
-    }
+    let without = without_gateway();
     let mut cuts = scene();
     cuts.policies.values_mut().for_each(|policy| policy.flags = policy_flags::EXISTING_DROP);
     let Some(mut rig) = Reused::new("existing-drop", &without) else { return };
