@@ -1,5 +1,5 @@
-# The same image as `cargo xtask image`, for those who build with Docker or podman: two static programs, what they
-# consist of (SBOM) and the licence.
+# The same image as `cargo xtask image`, for builds with Docker or podman: two static programs, their bill of materials
+# (SBOM) and the licence.
 FROM docker.io/library/rust:1.95-bookworm AS build
 RUN rustup toolchain install nightly --component rust-src --profile minimal
 WORKDIR /src

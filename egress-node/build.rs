@@ -1,6 +1,6 @@
 //! Builds the eBPF programs from source and names the objects for the library to embed:
-//! `aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"))`, and `SPILLWAY_TRACE_OBJECT` for the programs of a trace. A test that builds
-//! changed programs finds in `SPILLWAY_EBPF_TARGET` what they depend on, compiled.
+//! `aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"))`, and `SPILLWAY_TRACE_OBJECT` for the programs of a trace.
+//! `SPILLWAY_EBPF_TARGET` names the folder with their compiled dependencies, for a test that builds changed programs.
 
 use object::build::elf::{Builder, SectionData};
 use std::path::{Path, PathBuf};
@@ -47,7 +47,7 @@ fn build() -> Result<[PathBuf; 2], String> {
     Ok([object(&[], "spillway.bpf.o")?, object(&["--features", "trace"], "trace.bpf.o")?])
 }
 
-/// Builds one object in `target_dir` and copies it to `to`: cargo gives both the same name.
+/// Builds one object in `target_dir` and copies it to `to`, because cargo gives both objects the same name.
 fn object(
     toolchain: &Toolchain,
     workspace: &Path,
@@ -84,14 +84,14 @@ fn variable(name: &str) -> Result<String, String> {
     env::var(name).map_err(|error| format!("{name}: {error}; build.rs runs under cargo only"))
 }
 
-/// One folder for all profiles, so that they share one build of the programs: `ebpf` in cargo's target
-/// folder, which is the ancestor of OUT_DIR that cargo tags as a cache.
+/// Returns the build folder of the programs, which all profiles share: `ebpf` in cargo's target folder, the ancestor of OUT_DIR that cargo
+/// tags as a cache.
 fn target_dir(out_dir: &Path) -> PathBuf {
     let target = out_dir.ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists());
     target.unwrap_or(out_dir).join("ebpf")
 }
 
-/// Strips debug information, most of an object, which would otherwise be in the memory of every process.
+/// Strips debug information, which is most of an object and would otherwise stay in the memory of every process.
 fn without_debug_info(object: &[u8]) -> io::Result<Vec<u8>> {
     let error = |error: object::build::Error| io::Error::other(error.to_string());
     let mut builder = Builder::read(object).map_err(error)?;
@@ -108,7 +108,7 @@ fn without_debug_info(object: &[u8]) -> io::Result<Vec<u8>> {
     Ok(stripped)
 }
 
-/// Keeps the timestamp of an unchanged object, so that the library is not recompiled needlessly.
+/// Copies an object without its debug information. An unchanged object keeps its timestamp, so the library is not recompiled needlessly.
 fn copy_if_changed(from: &Path, to: &Path) -> io::Result<PathBuf> {
     let object = without_debug_info(&fs::read(from)?)?;
     if fs::read(to).ok().as_ref() != Some(&object) {

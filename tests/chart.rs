@@ -1,5 +1,5 @@
-//! The chart as Helm renders it, and the alerts as Prometheus evaluates them, on machines that have `promtool`, and `helm` and `kubectl` in
-//! PATH or among the programs of a cluster.
+//! Tests the chart as Helm renders it and the alerts as Prometheus evaluates them. The tools (`promtool`, `helm`,
+//! `kubectl`) come from PATH or from the programs of a cluster; a test is skipped if one is missing.
 
 #![allow(clippy::unwrap_used, reason = "nothing here is anything but a test")]
 
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use xtask::{cluster, workspace};
 
-/// A tool from PATH, or else the one that the tests on Kubernetes use. If there is none, the test that needs it counts as skipped.
+/// Finds a tool in PATH, or else among the programs of the Kubernetes tests. If it is missing, records the test as skipped.
 fn tool(test: &str, name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&path)
@@ -29,7 +29,7 @@ fn tool(test: &str, name: &str) -> Option<PathBuf> {
     found
 }
 
-/// `helm template`, with values as `--set` takes them.
+/// Runs `helm template` with values in the form that `--set` takes.
 fn rendered(helm: &Path, values: &[&str]) -> Result<String> {
     let chart = workspace::root().join("manifests/chart");
     let mut command = Command::new(helm);
@@ -37,7 +37,7 @@ fn rendered(helm: &Path, values: &[&str]) -> Result<String> {
     output(command.args(values.iter().flat_map(|value| ["--set", value])))
 }
 
-/// `kubectl kustomize`, of the base with components.
+/// Runs `kubectl kustomize` on the base with these components.
 fn kustomized(kubectl: &Path, components: &[&str]) -> String {
     let copy = std::env::temp_dir().join(format!("xtask-kustomize-{}-{}", std::process::id(), components.join("-")));
     let manifests = workspace::root().join("manifests");
@@ -52,8 +52,8 @@ fn kustomized(kubectl: &Path, components: &[&str]) -> String {
     objects
 }
 
-/// Objects by kind, namespace and name, without what is the chart's own: the mark that keeps definitions, the checksum of the settings,
-/// and settings with their defaults.
+/// Returns the objects by kind, namespace and name, without the parts that only the chart has: the annotation that
+/// keeps definitions, the checksum of the settings, and `foreignKinds`.
 fn objects(text: &str) -> BTreeMap<String, Value> {
     let documents = text.split("\n---\n").filter(|document| document.lines().any(|line| line.starts_with("kind:")));
     let mut found = BTreeMap::new();
@@ -67,7 +67,7 @@ fn objects(text: &str) -> BTreeMap<String, Value> {
             settings.as_object_mut().unwrap().remove("foreignKinds");
             *text = settings.to_string();
         }
-        // The chart passes it in the settings, the components as an argument.
+        // The chart passes the foreign kinds in the settings, the components as an argument.
         if let Some(Value::Array(arguments)) = object.pointer_mut("/spec/template/spec/containers/0/args") {
             arguments.retain(|argument| !argument.as_str().unwrap().starts_with("--foreign="));
         }
@@ -78,7 +78,7 @@ fn objects(text: &str) -> BTreeMap<String, Value> {
     found
 }
 
-/// 1.0 is 1.
+/// Turns floats without a fraction into integers: 1.0 becomes 1.
 fn numbers_as_kustomize_writes_them(value: &mut Value) {
     match value {
         Value::Array(items) => items.iter_mut().for_each(numbers_as_kustomize_writes_them),
@@ -118,7 +118,7 @@ fn helm_and_kustomize_make_the_same_objects() {
     for (values, components) in [(&[][..], &[][..]), (&everything[..], &with[..])] {
         let (chart, base) = (objects(&rendered(&helm, values).unwrap()), objects(&kustomized(&kubectl, components)));
         let mut expected = base;
-        // Helm makes the namespace before it installs a chart.
+        // Helm creates the namespace before it installs a chart, so the chart has none.
         assert!(expected.remove("Namespace  spillway").is_some());
         let names = |objects: &BTreeMap<String, Value>| objects.keys().cloned().collect::<Vec<_>>();
         assert_eq!(names(&chart), names(&expected), "with {values:?}");
@@ -174,7 +174,7 @@ fn alerts_fire_when_they_should() {
     judged.unwrap();
 }
 
-/// Alerts and the dashboard ask for metrics that exist, by the names in the code.
+/// Alerts and the dashboard query only metrics that exist in the code.
 #[test]
 fn alerts_and_dashboard_name_metrics_that_exist() {
     let root = workspace::root();

@@ -17,10 +17,9 @@ pub const VNI_PROBE: u32 = 0x53_50_03;
 pub const INNER_SRC_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 1];
 /// Destination MAC address of tunnelled frames.
 pub const INNER_DST_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 2];
-/// The bit of the mark that leads a first packet to the tunnel device where nothing else has a route for it, unless configured
-/// otherwise.
+/// The mark bit that routes a first packet to the tunnel device where nothing else has a route for it, unless configured otherwise.
 ///
-/// None of the bits that others are known to use: kube-proxy 0x4000 and 0x8000, the portmap plugin 0x2000, Cilium 0x0fff,
+/// It is none of the bits that other components are known to use: kube-proxy 0x4000 and 0x8000, the portmap plugin 0x2000, Cilium 0x0fff,
 /// Calico and Tailscale above 0xffff, Antrea 0xff and 0x80000000.
 pub const FIREWALL_MARK: u32 = 0x1000;
 /// The priority (`skb->priority`) of first packets on the host-stack path. Our own rules recognise them by it.
@@ -28,14 +27,14 @@ pub const FIREWALL_PRIORITY: u32 = 0x5350_0001;
 /// The priority of other packets that `pod_egress` leaves to the stack while a selected pod is starting. Our own rules use
 /// it to tell them from packets that arrived on an interface without a program.
 pub const SEEN_PRIORITY: u32 = 0x5350_0002;
-/// The priority of a gateway's own copy of a packet that also goes to the lessee: the copy is for a connection that the gateway
-/// masquerades, or for nothing. Our own rules use it to keep the copy from the gateway's sockets.
+/// The priority of a gateway's own copy of a packet that also goes to the lessee. The gateway needs the copy only for a
+/// connection that it masquerades itself. Our own rules use the priority to keep the copy from the gateway's sockets.
 pub const COPY_PRIORITY: u32 = 0x5350_0003;
 
-/// The first kernel tick after boot has number 0; one tick is 2^30 ns (1.074 s) of `CLOCK_MONOTONIC`.
+/// Length of a tick as a power of two: 2^30 ns (1.074 s) of `CLOCK_MONOTONIC`. The first tick after boot has number 0.
 pub const TICK_SHIFT: u32 = 30;
 
-/// The number of ticks that `seconds` take, rounded up.
+/// Returns the number of ticks in `seconds`, rounded up.
 pub const fn ticks(seconds: u64) -> u32 {
     ((seconds * 1_000_000_000).div_ceil(1 << TICK_SHIFT)) as u32
 }

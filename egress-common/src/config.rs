@@ -1,12 +1,12 @@
-//! The one record of settings that the programs read with every packet.
+//! The settings that the programs read for every packet.
 
 use crate::layout::map_type;
 
 map_type! {
     /// Entry 0 of the map `CONFIG`.
     pub struct DatapathConfig {
-        /// Grows with every change of endpoints, classes, policies or membership: a flow that was checked under an
-        /// older generation is classified again with its next packet.
+        /// Increases with every change of endpoints, classes, policies or membership: a flow last
+        /// checked under an older generation is reclassified at its next packet.
         pub generation: u32,
         /// [`flags`].
         pub flags: u32,
@@ -56,7 +56,7 @@ pub mod flags {
     /// Another party's program may deliver packets to a pod past `pod_ingress`, so a SYN+ACK without a record may answer a SYN that
     /// came that way.
     pub const UNSEEN_INBOUND: u32 = 32;
-    /// Packets of egress IPs arrive or leave by a VLAN device: programs at drivers look into `VLANS`.
+    /// Packets of egress IPs arrive or leave by a VLAN device: XDP programs look up `VLANS`.
     pub const VLANS: u32 = 64;
 }
 

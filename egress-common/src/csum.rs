@@ -8,20 +8,20 @@ pub const fn fold(mut sum: u32) -> u16 {
     sum as u16
 }
 
-/// The checksum after one 16-bit word of what it covers changed from `old` to `new` (RFC 1624, equation 3).
+/// Returns the checksum after one 16-bit word of the covered data changes from `old` to `new` (RFC 1624, equation 3).
 #[inline(always)]
 pub const fn update16(check: u16, old: u16, new: u16) -> u16 {
     !fold((!check) as u32 + (!old) as u32 + new as u32)
 }
 
-/// The checksum after one 32-bit word of what it covers changed from `old` to `new`.
+/// Returns the checksum after one 32-bit word of the covered data changes from `old` to `new`.
 #[inline(always)]
 pub const fn update32(check: u16, old: u32, new: u32) -> u16 {
     let old = !old;
     !fold((!check) as u32 + (old & 0xffff) + (old >> 16) + (new & 0xffff) + (new >> 16))
 }
 
-/// The sum of the 16-bit halves of `words`, not folded.
+/// Returns the sum of the 16-bit halves of `words`, not folded.
 #[inline(always)]
 pub const fn sum_words(words: &[u32]) -> u32 {
     let mut sum = 0u32;
@@ -33,7 +33,7 @@ pub const fn sum_words(words: &[u32]) -> u32 {
     sum
 }
 
-/// What to add to a sum of 16-bit words when `old` among the words it covers becomes `new`, folded.
+/// Returns the folded value to add to a sum of 16-bit words when its words `old` are replaced by `new`.
 #[inline(always)]
 pub fn difference(old: &[u32], new: &[u32]) -> u32 {
     let mut sum = 0u64;
@@ -43,7 +43,7 @@ pub fn difference(old: &[u32], new: &[u32]) -> u32 {
     fold((sum & 0xffff) as u32 + (sum >> 16 & 0xffff) as u32 + (sum >> 32) as u32) as u32
 }
 
-/// What to add to subtract a folded sum.
+/// Returns the value to add in order to subtract the folded `sum`.
 #[inline(always)]
 pub const fn negative(sum: u32) -> u32 {
     !sum & 0xffff

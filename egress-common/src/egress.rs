@@ -3,7 +3,7 @@
 use crate::{hash, layout::map_type, limits::MAX_EGRESS_HINTS, port_block};
 
 map_type! {
-    /// Value of `EGRESS_IPS`; the index is interned by the agent and means nothing outside of its node.
+    /// Value of `EGRESS_IPS`. The agent assigns the index, which is local to the node.
     pub struct EgressIp {
         /// The address, IPv4 in its mapped form.
         pub addr: [u32; 4],
@@ -45,7 +45,7 @@ impl EgressIp {
 }
 
 impl EgressIp {
-    /// Whether this node carries it and has it as an address of its own: packets for it may be for the node itself.
+    /// Returns whether this node carries the address and also owns it as a node address: packets to it may be for the node itself.
     #[inline(always)]
     pub const fn is_own_address(&self) -> bool {
         let own = flags::CARRIED | flags::NODE_ADDRESS;
@@ -53,7 +53,7 @@ impl EgressIp {
     }
 }
 
-/// Where `EGRESS_HINTS` has the index of the egress IP whose address ends in this word.
+/// Returns the position in `EGRESS_HINTS` of the index of an egress IP whose address ends in `word`.
 #[inline(always)]
 pub const fn hint(word: u32) -> u32 {
     hash::scatter(word) >> (u32::BITS - MAX_EGRESS_HINTS.ilog2())
@@ -67,20 +67,20 @@ pub mod flags {
     pub const NODE_ADDRESS: u32 = 2;
     /// Do not answer ARP and NDP for it.
     pub const SILENT: u32 = 4;
-    /// It has a subnet of its own: `via` says where its packets go.
+    /// The address has its own subnet: its packets go to `via`.
     pub const SUBNET: u32 = 8;
-    /// An interface of this node has the address, whoever carries it: the node's sockets use it.
+    /// An interface of this node has the address, whichever node carries it: the node's sockets use it.
     pub const HERE: u32 = 16;
     /// Packets that this node translates leave from this node itself. Only together with [`CARRIED`].
     pub const LOCAL: u32 = 32;
-    /// Each flow goes to the carrier that `CARRIERS` names for it, not all of them to `gateway`.
+    /// Each flow goes to the carrier that `CARRIERS` names for it, instead of every flow going to `gateway`.
     pub const SPREAD: u32 = 64;
-    /// The address is in `EGRESS_INDEX_*`. A retired one is not.
+    /// The address is in `EGRESS_INDEX_*`. A retired address is not.
     pub const LISTED: u32 = 128;
 }
 
 map_type! {
-    /// Value of `NEXT_HOPS`, by egress IP: the next hop of its subnet. Only the programs write it, from answers.
+    /// Value of `NEXT_HOPS`, by egress IP: the next hop of its subnet. Only the programs write it, from ARP and NDP packets.
     pub struct NextHop {
         /// Its MAC address, as words in memory order.
         pub mac: [u16; 3],
@@ -114,7 +114,7 @@ map_type! {
 }
 
 map_type! {
-    /// Value of `LEASES`, by egress IP: which node each block is leased to, as indices in `NODES`; 0 for none.
+    /// Value of `LEASES`, by egress IP: the node that each block is leased to, as an index in `NODES`; 0 for none.
     pub struct LeaseTable {
         /// By [`port_block::row`].
         pub node: [u16; port_block::ROWS],
@@ -125,12 +125,12 @@ map_type! {
 pub mod deadline {
     /// The node can carry egress IPs until this time.
     pub const ABLE: u32 = 0;
-    /// It says until this time that it holds its lease.
+    /// The node reports until this time that it holds its lease.
     pub const LEASE: u32 = 1;
 }
 
-/// How many entries [`CarrierTable`] has. Odd, because LLVM takes factors of two out of the product that computes an index, and the
-/// verifier cannot follow the code that it emits instead.
+/// Number of entries in use in a [`CarrierTable`]. It is odd, because LLVM takes factors of two out
+/// of the product that computes an index, and the verifier cannot follow the resulting code.
 pub const CARRIER_ENTRIES: usize = 251;
 /// An entry of [`CarrierTable`] that stands for this node itself.
 pub const LOCAL_CARRIER: u16 = u16::MAX;
@@ -215,7 +215,7 @@ map_type! {
 }
 
 map_type! {
-    /// Key and value of `VLANS`: one side of a VLAN device. At its card, frames have a tag; at the device, they have none.
+    /// Key and value of `VLANS`: one side of a VLAN device. Frames are tagged at the card and untagged at the device.
     pub struct VlanSide {
         /// Interface index: the card's, or the device's.
         pub ifindex: u32,

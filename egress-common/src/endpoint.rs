@@ -5,21 +5,21 @@ use crate::{
     layout::map_type,
 };
 
-/// A value that is valid only as a whole, and for its own key: see [`checksum`].
+/// A value with a checksum over the value and its key, which detects torn and misplaced copies: see [`checksum`].
 pub trait Checked<K>: Sized {
-    /// The checksum that it should have.
+    /// Returns the checksum that the value should have.
     fn checksum(&self, key: &K) -> u32;
-    /// The checksum that it has.
+    /// Returns the checksum that the value has.
     fn check(&self) -> u32;
-    /// The same value with another checksum.
+    /// Returns the value with another checksum.
     fn with_check(self, check: u32) -> Self;
 
-    /// The same value with the checksum that it should have.
+    /// Returns the value with the checksum that it should have.
     fn sealed(self, key: &K) -> Self {
         let check = self.checksum(key);
         self.with_check(check)
     }
-    /// Whether it is complete and was written for this key.
+    /// Returns whether the value is complete and was written for this key.
     #[inline(always)]
     fn is_whole(&self, key: &K) -> bool {
         self.check() == self.checksum(key)
@@ -28,13 +28,13 @@ pub trait Checked<K>: Sized {
 
 /// Values of `EXCEPTS_*`.
 pub mod except {
-    /// Policies may touch it: there is no entry.
+    /// No entry: policies may apply to the destination.
     pub const NONE: u32 = 0;
-    /// A destination that no policy touches.
+    /// No policy applies to the destination.
     pub const ANYWHERE: u32 = 1;
     /// The same, for addresses of another node's pods: no pod of this node has an address there.
     pub const ELSEWHERE: u32 = 2;
-    /// No policy touches it, nor what NAT turns it into: the API server's Service, whose backends may be anywhere.
+    /// No policy applies to it or to the address that NAT turns it into: the API server's Service, whose backends may be anywhere.
     pub const SERVICE: u32 = 3;
 }
 
@@ -45,8 +45,8 @@ map_type! {
         pub id: u32,
         /// Its class; 0 for a pod that no policy selects.
         pub class: u32,
-        /// From this tick on it may not send TCP segments of unknown connections; before, they may be older than the policy
-        /// that selected it. 0: it has no older ones.
+        /// From this tick on, the pod may not send TCP segments of unknown connections; before it, they
+        /// may be older than the policy that selected the pod. 0: the pod has no older connections.
         pub history_until: u32,
         /// The interface that the pod is behind, if the node's routes show it; 0: any.
         pub ifindex: u32,
@@ -82,7 +82,7 @@ map_type! {
     } sizes 8, 20
 }
 
-/// Value of a route that takes its destinations out of every policy of the class.
+/// Value of a route that excludes its destinations from every policy of the class.
 pub const NO_POLICY: u32 = 0;
 
 map_type! {
@@ -129,7 +129,7 @@ impl Checked<PolicyKey> for Policy {
 }
 
 impl Policy {
-    /// Whether packets leave with the node's address at present: there is no usable slot, and the policy allows it.
+    /// Returns whether packets currently leave with the node's address: there is no usable slot, and the policy allows it.
     pub const fn leaves_as_node(&self) -> bool {
         self.table_len == 0 && self.flags & policy_flags::ON_NO_GATEWAY_NODE_IP != 0
     }
@@ -141,7 +141,7 @@ pub mod policy_flags {
     pub const PER_ENDPOINT: u32 = 1;
     /// Without a usable slot, packets leave with the node's address instead of being dropped.
     pub const ON_NO_GATEWAY_NODE_IP: u32 = 2;
-    /// TCP segments of connections that are not known are dropped instead of left on their old path.
+    /// TCP segments of unknown connections are dropped instead of left on their old path.
     pub const EXISTING_DROP: u32 = 4;
 }
 
@@ -172,7 +172,7 @@ map_type! {
     pub struct Member {
         /// [`crate::egress::EgressIp::generation`] of the index.
         pub generation: u32,
-        /// Number of the slot in its policy, for people.
+        /// Number of the slot in its policy, for display.
         pub slot: u32,
         /// Weight of the slot.
         pub weight: u32,

@@ -1,4 +1,4 @@
-//! What the programs report about flows for the flow log, in the ring buffer `FLOW_EVENTS`.
+//! Events for the flow log, which the programs write to the ring buffer `FLOW_EVENTS`.
 
 use crate::{flow::FlowKey, layout::map_type};
 
@@ -8,12 +8,12 @@ pub mod what {
     pub const BEGAN: u8 = 1;
     /// The flow was removed.
     pub const ENDED: u8 = 2;
-    /// The flow was removed before the host's firewall had let a packet of it pass: the outside has seen nothing of it.
+    /// The flow was removed before the host's firewall let one of its packets pass: nothing of it was visible outside.
     pub const REFUSED: u8 = 3;
 }
 
 map_type! {
-    /// The beginning or the end of a flow. An end is complete without its beginning, which may have been lost.
+    /// The beginning or the end of a flow. An end is complete without the beginning, which may have been lost.
     pub struct FlowEvent<A> {
         /// The flow.
         pub key: FlowKey<A>,

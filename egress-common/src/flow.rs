@@ -1,4 +1,4 @@
-//! The flow table: one entry for each direction of a flow, in maps of their own.
+//! The flow table: one entry for each direction of a flow, in a separate map for each direction.
 
 use crate::{
     hash::{Words, checksum, multilinear},
@@ -23,7 +23,7 @@ map_type! {
 }
 
 impl<A: Words> FlowKey<A> {
-    /// Its part of a [`checksum`].
+    /// Returns the key's part of a [`checksum`].
     #[inline(always)]
     fn sum(&self) -> u64 {
         let ports = self.src_port as u32 | (self.dst_port as u32) << 16;
@@ -40,13 +40,13 @@ pub mod kind {
 }
 
 map_type! {
-    /// Value of `FLOWS_*`: what an outgoing packet needs.
+    /// Value of `FLOWS_*`: the record for outgoing packets.
     pub struct Flow {
         /// [`Flow::checksum`].
         pub check: u32,
         /// Index of the policy.
         pub policy: u16,
-        /// Index in `TRAFFIC` of what its packets are counted under.
+        /// Index in `TRAFFIC` of the counters for its packets.
         pub account: u16,
         /// Index of the egress IP in `EGRESS_IPS`: with the policy it names the slot.
         pub egress: u32,
@@ -64,7 +64,7 @@ map_type! {
         pub created: u32,
         /// The last acknowledgment number of the pod, network byte order.
         pub ack: u32,
-        /// Where the remote side's FIN or RST ends its data, as the acknowledgment number that would accept it; host byte order.
+        /// End of the remote side's data, set by its FIN or RST: the acknowledgment number that would accept it; host byte order.
         pub end: u32,
         /// Interface on which its packets arrive.
         pub ifindex: u32,
@@ -78,13 +78,13 @@ map_type! {
         pub queued: u8,
         /// [`kind`].
         pub kind: u8,
-        /// 1 until the host's firewall has let a packet of the flow pass, else 0.
+        /// 1 until the host's firewall lets a packet of the flow pass, else 0.
         pub pending: u8,
     } size 56
 }
 
 impl Flow {
-    /// The [`checksum`] of a flow and of the fixed part of where it leads.
+    /// Returns the [`checksum`] of a flow's key and of the fixed part of its value.
     #[inline(always)]
     pub fn checksum<A: Words>(key: &FlowKey<A>, egress: u32, port: u16, ifindex: u32) -> u32 {
         checksum(key.sum(), multilinear([egress, port as u32, ifindex], 11))
@@ -121,7 +121,7 @@ impl Flow {
 }
 
 map_type! {
-    /// Value of `REVERSE_*`: what a reply needs.
+    /// Value of `REVERSE_*`: the record for replies.
     pub struct Reverse<A> {
         /// [`Reverse::checksum`].
         pub check: u32,
@@ -153,7 +153,7 @@ map_type! {
     } sizes 48, 60
 }
 
-/// Where replies go: the fixed part of a [`Reverse`].
+/// The destination of replies: the fixed part of a [`Reverse`].
 #[derive(Clone, Copy)]
 pub struct Target<A> {
     /// [`Reverse::pod`].
@@ -167,7 +167,7 @@ pub struct Target<A> {
 }
 
 impl<A: Words> Reverse<A> {
-    /// The [`checksum`] of a reply's 5-tuple and of where it goes.
+    /// Returns the [`checksum`] of a reply's 5-tuple and its destination.
     #[inline(always)]
     pub fn checksum(key: &FlowKey<A>, to: &Target<A>) -> u32 {
         let [[a, b, c], [d, e, f]] = to.macs;
@@ -185,7 +185,7 @@ impl<A: Words> Reverse<A> {
     }
 }
 
-/// Whether two halves name each other. Either may outlive the other, and another flow may have taken its place.
+/// Returns whether two halves refer to each other. Either may outlive the other, and another flow may have taken its place.
 #[inline(always)]
 pub fn is_pair<A: PartialEq>(key: &FlowKey<A>, flow: &Flow, reverse: &FlowKey<A>, value: &Reverse<A>) -> bool {
     (flow.port, flow.egress, flow.egress_generation) == (reverse.src_port, value.egress, value.egress_generation)
@@ -215,8 +215,8 @@ map_type! {
 }
 
 map_type! {
-    /// Value of `MASQUERADED_*`, by the 5-tuple that leaves: a connection that this node masquerades with an address of its own that is an
-    /// egress IP.
+    /// Value of `MASQUERADED_*`, by the 5-tuple after translation: a connection that this node
+    /// itself masquerades with one of its own addresses that is also an egress IP.
     pub struct Masqueraded {
         /// Tick of the last packet that left.
         pub last_seen: u32,
@@ -270,13 +270,13 @@ map_type! {
     pub struct HeldKey<A> {
         /// Its datagram.
         pub datagram: FragmentKey<A>,
-        /// How many of the same datagram waited before it.
+        /// How many fragments of the same datagram were already waiting.
         pub place: u32,
     } sizes 20, 44
 }
 
 map_type! {
-    /// Value of `FRAGMENTS_*`: what only the first fragment contains.
+    /// Value of `FRAGMENTS_*`: the fields that only the first fragment contains.
     pub struct Fragment {
         /// Source port, or identifier of an ICMP query.
         pub src_port: u16,

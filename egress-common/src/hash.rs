@@ -1,5 +1,5 @@
-//! The hash that chooses a flow's slot, and the checksum of a map's entry. The kernel computes the hash for every new flow, as does
-//! `egressctl explain`.
+//! The hash that chooses a flow's slot, and the checksum of a map entry. The programs compute the
+//! hash for every new flow; `egressctl explain` computes the same one.
 
 /// Mixes one word into `h` (the 64-bit finaliser of MurmurHash3, Appleby 2011, over `h ^ word`).
 #[inline(always)]
@@ -41,15 +41,15 @@ impl Words for crate::V6 {
 /// The golden ratio, as a fraction of 2^64: odd, with bits spread evenly.
 pub const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A word times the golden ratio as a fraction of 2^32: different words stay different, and the upper bits are a cheap hash (Knuth, The Art of
-/// Computer Programming, section 6.4).
+/// Multiplies a word by the golden ratio as a fraction of 2^32: distinct words stay distinct, and
+/// the upper bits are a cheap hash (Knuth, The Art of Computer Programming, section 6.4).
 #[inline(always)]
 pub const fn scatter(word: u32) -> u32 {
     word.wrapping_mul((GOLDEN >> 32) as u32)
 }
 
-/// The sum of the words, each multiplied by its own power of [`GOLDEN`]; the exponent of the first word is `first`, at least 1. The upper half of
-/// such a sum is a hash (Lemire and Kaser, Strongly Universal String Hashing is Fast, 2014) whose multiplications do not depend on each other.
+/// Returns the sum of the words, each multiplied by its own power of [`GOLDEN`]; the first exponent is `first`, at least 1. The upper half
+/// is a hash (Lemire and Kaser, Strongly Universal String Hashing is Fast, 2014) whose multiplications are independent of each other.
 #[inline(always)]
 pub const fn multilinear<const N: usize>(words: [u32; N], first: u32) -> u64 {
     let (mut sum, mut i) = (0u64, 0);
@@ -60,17 +60,17 @@ pub const fn multilinear<const N: usize>(words: [u32; N], first: u32) -> u64 {
     sum
 }
 
-/// The checksum of a key and its value, from their [`multilinear`] sums, which use different powers.
+/// Returns the checksum of a key and its value, given their [`multilinear`] sums, which use different powers.
 ///
-/// The kernel reuses the memory of a hash table's entry for another key as soon as the entry is removed or replaced, even while a program on
-/// another CPU reads it (`bpf_mem_alloc`, Linux 6.1). A program's copy of an entry is valid only if the entry's checksum matches the key and the
-/// copy: then all of it was written together and for this key, in whatever order the processors saw the bytes.
+/// The kernel reuses the memory of a hash table's entry for another key as soon as the entry is removed or replaced, even while a
+/// program on another CPU reads it (`bpf_mem_alloc`, Linux 6.1). A program's copy of an entry is valid only if its checksum matches
+/// the key and the copy: then all of it was written together and for this key, in whatever order the processors saw the bytes.
 #[inline(always)]
 pub const fn checksum(key: u64, value: u64) -> u32 {
     (key.wrapping_add(value) >> 32) as u32
 }
 
-/// The hash of a flow, 31 bits (the top bit is clear, see [`crate::port_block::probe`]).
+/// Returns the hash of a flow, 31 bits (the top bit is clear, see [`crate::port_block::probe`]).
 ///
 /// `seed` is the policy's, so that two policies spread the same pods differently.
 #[inline(always)]
@@ -80,13 +80,13 @@ pub fn flow<A: Words>(key: &crate::flow::FlowKey<A>, seed: u32) -> u32 {
     (h >> 33) as u32
 }
 
-/// The hash of an endpoint, 31 bits: what a `PerEndpoint` policy uses while an endpoint's own slot cannot be used.
+/// Returns the 31-bit hash of an endpoint, which a `PerEndpoint` policy uses while the endpoint's own slot is unusable.
 #[inline(always)]
 pub fn endpoint<A: Words>(src: A, seed: u32) -> u32 {
     (src.mix_into(seed as u64) >> 33) as u32
 }
 
-/// The hash of a flow's `n`th attempt at a slot, 31 bits: attempts are a golden-ratio step apart.
+/// Returns the hash of a flow's `n`th attempt at a slot, 31 bits: successive attempts are a golden-ratio step apart.
 #[inline(always)]
 pub const fn attempt(hash: u32, n: u32) -> u32 {
     hash.wrapping_add(scatter(n)) & 0x7fff_ffff

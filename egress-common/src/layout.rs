@@ -1,4 +1,4 @@
-//! The rules for types that cross the border to the kernel, checked at compile time.
+//! Layout rules for types shared with the kernel, checked at compile time.
 
 /// Declares a map type: `repr(C)`, no padding, integers only, its size asserted for both address families where it is
 /// generic. Under the feature `user` it implements aya's `Pod`.

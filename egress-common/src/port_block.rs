@@ -9,23 +9,23 @@ pub const SIZE: u16 = 64;
 /// Blocks of one egress IP: ports 1024 to 65535.
 pub const COUNT: u16 = ((65_536 - FIRST_PORT as u32) / SIZE as u32) as u16;
 
-/// The block that `port` belongs to, or `None` below [`FIRST_PORT`].
+/// Returns the block that `port` belongs to, or `None` below [`FIRST_PORT`].
 #[inline(always)]
 pub const fn of_port(port: u16) -> Option<u16> {
     if port < FIRST_PORT { None } else { Some((port - FIRST_PORT) / SIZE) }
 }
 
-/// Rows of a table that is indexed by any port: the ports below [`FIRST_PORT`] have rows, too, which stay empty, so that
-/// no look-up needs a bounds check.
+/// Rows of a table that is indexed by any port: the ports below [`FIRST_PORT`] have rows, too,
+/// which stay empty, so that no lookup needs a bounds check.
 pub const ROWS: usize = 65_536 / SIZE as usize;
 
-/// The row of `port`.
+/// Returns the row of `port`.
 #[inline(always)]
 pub const fn row(port: u16) -> usize {
     (port / SIZE) as usize
 }
 
-/// The first port of `block`.
+/// Returns the first port of `block`.
 #[inline(always)]
 pub const fn first_port(block: u16) -> u16 {
     FIRST_PORT + block * SIZE
@@ -34,12 +34,12 @@ pub const fn first_port(block: u16) -> u16 {
 /// Consecutive probes step through this many blocks, spread evenly over all.
 const SPREAD: u32 = 32;
 
-/// The port that probe number `i` of a flow tries, as (index into the node's list of blocks, offset in that block).
+/// Returns the port that probe number `i` of a flow tries, as (index into the node's list of blocks, offset in that block).
 ///
-/// Over `i` in `0 .. blocks * 64` every port of every block is tried exactly once, so a search with that many probes is complete. The
-/// walk passes over all blocks with one offset before it takes the next offset; `stride` is made odd, so it runs through all 64
-/// offsets. Consecutive probes are in blocks that are far apart in the list: blocks that were leased together fill up together, and a
-/// walk along them would find one after the other full.
+/// Over `i` in `0 .. blocks * 64` every port of every block is tried exactly once, so a search with that many probes is
+/// complete. The walk visits all blocks with one offset before it takes the next offset; `stride` is made odd, so it runs
+/// through all 64 offsets. Consecutive probes are in blocks that are far apart in the list: blocks that were leased
+/// together fill up together, and a walk in list order would meet a run of full blocks.
 #[inline(always)]
 pub const fn probe(hash: u32, i: u32, blocks: u32) -> (u32, u16) {
     let stride = (hash >> 24) | 1;
@@ -70,13 +70,13 @@ mod tests {
     proptest! {
         #[test]
         fn a_full_walk_visits_every_port_once(hash: u32, blocks in prop_oneof![1u32..40, 1u32..=COUNT as u32]) {
-            // The walk would skip where it wraps around at 2^32: the kernel's hash leaves the top bit clear.
+            // Clears the top bit, as the kernel's hash does: otherwise the walk could wrap around at 2^32 and skip ports.
             let hash = hash >> 1;
             let n = blocks * SIZE as u32;
             let seen: BTreeSet<_> = (0..n).map(|i| probe(hash, i, blocks)).collect();
             prop_assert_eq!(seen.len() as u32, n);
         }
-        /// Half of the blocks are new and empty; the others, leased before, are full. No walk meets many full ones.
+        /// Half of the blocks are new and empty; the others, leased earlier, are full. A walk soon reaches an empty block.
         #[test]
         fn a_port_walk_soon_leaves_full_blocks(hash: u32, half in 2u32..=COUNT as u32 / 2) {
             let hash = hash >> 1;

@@ -11,14 +11,14 @@ pub const VERSION: u8 = 3;
 pub const REQUEST: u8 = 1;
 /// [`Probe::kind`] on the way back.
 pub const REPLY: u8 = 2;
-/// Source and destination port. It is in no port block (they begin at 1024), so neither a pod nor a server can make a
-/// packet that is taken for a probe.
+/// Source and destination port. It is in no port block (they begin at 1024), so neither a pod nor a
+/// server can create a packet that passes for a probe.
 pub const PORT: u16 = 1009;
-/// The other address of a probe over IPv4, which stands for a server's (TEST-NET-1, RFC 5737: nobody has it).
+/// The other address of a probe over IPv4, in place of a server's (TEST-NET-1, RFC 5737: no host has it).
 pub const PEER_V4: [u8; 4] = [192, 0, 2, 254];
 /// The same over IPv6 (RFC 3849).
 pub const PEER_V6: [u8; 16] = [0x20, 1, 0xd, 0xb8, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xfe];
-/// Source MAC address of a probe that the agent sends into the tunnel device, where the program sends it on its way.
+/// Source MAC address of a probe that the agent sends into the tunnel device, where the program forwards it.
 pub const SRC_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 3];
 
 map_type! {
@@ -51,15 +51,15 @@ map_type! {
 
 /// Bits of [`Probe::state`].
 pub mod state {
-    /// The gateway cannot carry egress IPs now: its agent has been dead for longer than its deadline, its uplink is down, or it
-    /// is being drained. It still forwards what it receives.
+    /// The gateway currently cannot carry egress IPs: its agent has been dead for longer than its
+    /// deadline, its uplink is down, or it is being drained. It still forwards packets that it receives.
     pub const UNABLE: u8 = 1;
-    /// The gateway holds its lease, and is not late with a renewal: it, at least, can reach the store.
+    /// The gateway holds its lease and is not late with a renewal: the gateway itself can reach the store.
     pub const HELD: u8 = 2;
 }
 
 map_type! {
-    /// What the source node's program reports to its agent about a reply (ring buffer `PROBES`).
+    /// A reply, as the source node's program reports it to its agent (ring buffer `PROBES`).
     pub struct ProbeAnswer {
         /// The probe.
         pub probe: Probe,

@@ -1,4 +1,4 @@
-//! What the datapath remembers of a TCP connection: flags seen in each direction, and the idle time that follows.
+//! TCP connection state in the datapath: flags seen in each direction, and the idle time that they imply.
 
 /// TCP flags as they lie in byte 13 of the header.
 pub mod flag {
@@ -22,14 +22,14 @@ pub mod seen {
     pub const FIN: u16 = 4;
     /// A RST.
     pub const RST: u16 = 8;
-    /// Not a segment: the host's firewall has let a packet of the flow pass, or is not asked. Only in the reverse half: without it
-    /// nothing is delivered.
+    /// Not a TCP flag: the host's firewall has let a packet of the flow pass, or is not consulted.
+    /// Only in the reverse half, which delivers nothing without it.
     pub const CONFIRMED: u16 = 32;
-    /// Not a segment: the tables that classify flows have changed since the flow's slot was chosen. Only in the forward half.
+    /// Not a TCP flag: the tables that classify flows have changed since the flow's slot was chosen. Only in the forward half.
     pub const CHANGED: u16 = 16;
 }
 
-/// The state after a segment with these flags in that direction.
+/// Returns the state after a segment with these flags in that direction.
 #[inline(always)]
 pub const fn advance(state: u16, flags: u8) -> u16 {
     let mut s = state;
@@ -47,9 +47,9 @@ pub const fn advance(state: u16, flags: u8) -> u16 {
     s
 }
 
-/// How the remote side has ended the connection, as bits ([`Flow::back`](crate::flow::Flow::back)). Anybody outside can forge a FIN or
-/// a RST. Only the pod's TCP can tell whether one is genuine: it acknowledges a genuine FIN, and a genuine RST has exactly the sequence
-/// number that it expects next (RFC 5961, section 3.2). So a connection ends only at a FIN or RST that the pod has reached.
+/// How the remote side has ended the connection, as bits ([`Flow::back`](crate::flow::Flow::back)). Any outside host can forge a FIN
+/// or a RST. Only the pod's TCP can tell whether one is genuine: it acknowledges a genuine FIN, and a genuine RST has exactly the
+/// sequence number that it expects next (RFC 5961, section 3.2). So a connection ends only at a FIN or RST that the pod has reached.
 pub mod end {
     /// A FIN.
     pub const FIN: u8 = 1;
@@ -59,8 +59,8 @@ pub mod end {
     pub const ACCEPTED: u8 = 4;
 }
 
-/// The `end` bits after a segment of the remote side with FIN or RST among these flags. `accepted`: the pod has acknowledged everything
-/// before it.
+/// Returns the `end` bits after a segment of the remote side with FIN or RST among these flags.
+/// `accepted`: the pod has acknowledged everything before it.
 #[inline(always)]
 pub const fn ends(back: u8, flags: u8, accepted: bool) -> u8 {
     let what = if flags & flag::RST != 0 { end::RST } else { end::FIN };
@@ -71,7 +71,7 @@ pub const fn ends(back: u8, flags: u8, accepted: bool) -> u8 {
     }
 }
 
-/// The same after a segment of the pod that acknowledges `ack`. An end before that number is void.
+/// Returns the `end` bits after a segment of the pod that acknowledges `ack`. An end before that number is void.
 #[inline(always)]
 pub const fn acknowledges(back: u8, end: u32, ack: u32) -> u8 {
     match ack.wrapping_sub(end) as i32 {
@@ -81,14 +81,14 @@ pub const fn acknowledges(back: u8, end: u32, ack: u32) -> u8 {
     }
 }
 
-/// Whether both sides are done with the connection, so that the rest of its idle time need not pass.
+/// Returns whether both sides are done with the connection, so that the rest of its idle time need not pass.
 #[inline(always)]
 pub const fn closed(out: u16, back: u8) -> bool {
     out & seen::RST != 0 || back & end::ACCEPTED != 0 && (back & end::RST != 0 || out & seen::FIN != 0)
 }
 
-/// Whether the handshake is complete and the pod has not begun to close: the long idle time applies (RFC 5382, REQ-5), also after a FIN
-/// of the remote side (RFC 6146, section 3.5.2.2). `back` holds the flags seen from there.
+/// Returns whether the handshake is complete and the pod has not begun to close. The long idle time then applies (RFC 5382,
+/// REQ-5), even after a FIN of the remote side (RFC 6146, section 3.5.2.2). `back` holds the flags seen from the remote side.
 #[inline(always)]
 pub const fn established(out: u16, back: u16) -> bool {
     out & seen::ACK != 0 && back & (seen::SYN | seen::ACK) != 0 && out & (seen::FIN | seen::RST) == 0
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(acknowledges(early, 0, u32::MAX), early);
         assert!(closed(seen::SYN, acknowledges(early, 0, 0)));
         assert_eq!(acknowledges(early | end::ACCEPTED, u32::MAX, 1), 0);
-        // An end that is not accepted does not replace one that is.
+        // An unaccepted end does not replace an accepted one.
         assert_eq!(ends(end::FIN | end::ACCEPTED, flag::RST, false), end::FIN | end::ACCEPTED);
         assert_eq!(ends(end::FIN | end::ACCEPTED, flag::RST, true), end::RST | end::ACCEPTED);
     }

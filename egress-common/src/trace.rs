@@ -1,8 +1,8 @@
-//! What `egressctl trace` asks its build of the programs to report.
+//! The interface between `egressctl trace` and its build of the programs.
 
 use crate::{V4, V6, layout::map_type};
 
-/// Follows a packet's number in its last line, before the verdict. In its first line it is [`FRAME`].
+/// Separates a packet's number from the verdict in the packet's last line. The first line has [`FRAME`] instead.
 pub const VERDICT: &str = "= ";
 /// See [`VERDICT`].
 pub const FRAME: &str = "> ";
@@ -27,7 +27,7 @@ impl TraceFilter {
     /// A filter that no packet passes.
     pub const NONE: Self = Self { ifindex: 0, v4: [0], v6: [0; 4], to: [0; 4], to_port: 0 };
 
-    /// Whether to trace a packet between the pod and this remote address and port.
+    /// Returns whether to trace a packet between the pod and this remote address and port.
     #[inline(always)]
     pub const fn is_of(&self, address: &V6, port: u16) -> bool {
         let to = &self.to;

@@ -1,15 +1,15 @@
-//! Counters of the flows of a policy, for metrics.
+//! Counters of a policy's flows, for metrics.
 
 use crate::{layout::map_type, verdict::Counter};
 
-/// The account of everything that has none of its own.
+/// The account of all traffic that has no account of its own.
 pub const OTHER: u16 = 0;
 
-/// The egress IP of an account's key under which refused flows are counted: they have none.
+/// The egress IP in the key of the account for refused flows, which have none.
 pub const REFUSED: u32 = 0;
 
 map_type! {
-    /// Key of `ACCOUNTS`, whose value is an index in `TRAFFIC`: one for the flows of a policy from a namespace with an egress IP.
+    /// Key of `ACCOUNTS`, whose value is an index in `TRAFFIC`: one account for each policy, source namespace and egress IP.
     pub struct AccountKey {
         /// Number of the namespace ([`crate::endpoint::Endpoint::namespace`]).
         pub namespace: u32,
@@ -48,7 +48,7 @@ map_type! {
 }
 
 impl Traffic {
-    /// Nothing.
+    /// All counters at zero.
     pub const NONE: Self = Self {
         sent_packets: 0,
         sent_bytes: 0,
@@ -58,7 +58,7 @@ impl Traffic {
         refused: [0; REFUSALS.len()],
     };
 
-    /// Adds the counts of another one.
+    /// Adds the counts of `other`.
     pub fn add(&mut self, other: &Self) {
         let pairs = [
             (&mut self.sent_packets, other.sent_packets),

@@ -2,18 +2,18 @@
 
 /// The tunnel device.
 pub const DEVICE: u32 = 0;
-/// The same bytes as the tunnel device's, written and stripped by the programs.
+/// The tunnel device's wire format, written and stripped by the programs.
 pub const VXLAN: u32 = 1;
 /// No outer header: the frame goes to the other node's MAC address.
 pub const DIRECT: u32 = 2;
 
-/// The bit of a transport in a set of transports.
+/// Returns the bit of a transport in a set of transports.
 #[inline(always)]
 pub const fn bit(transport: u32) -> u32 {
     1 << (transport & 3)
 }
 
-/// The best transport of the set `may` that is no better than `wanted`; the device is always in it.
+/// Returns the best transport of the set `may` that is no better than `wanted`; the device is always in the set.
 #[inline(always)]
 pub const fn clamp(wanted: u32, may: u32) -> u32 {
     if wanted >= DIRECT && may & bit(DIRECT) != 0 {

@@ -1,4 +1,4 @@
-//! What the datapath remembers of a UDP flow: whether it is one question and its answer.
+//! UDP flow state in the datapath: whether the flow is one question and its answer.
 
 /// Bits of [`Flow::state`](crate::flow::Flow::state) and [`Reverse::state`](crate::flow::Reverse::state) of a UDP flow.
 pub mod seen {
@@ -10,13 +10,13 @@ pub mod seen {
     pub const ANSWER: u16 = 4;
 }
 
-/// The state of the forward half after a packet of the pod.
+/// Returns the state of the forward half after a packet of the pod.
 #[inline(always)]
 pub const fn sent(state: u16) -> u16 {
     if state & seen::NEW != 0 { state & !seen::NEW } else { state | seen::MORE }
 }
 
-/// Whether the pod has asked one question, and nothing since.
+/// Returns whether the pod has sent one question, and nothing since.
 #[inline(always)]
 pub const fn is_question(state: u16) -> bool {
     state & seen::MORE == 0

@@ -1,8 +1,8 @@
-//! What a program decides, and why a packet was dropped.
+//! Verdicts of the programs, and the reasons for dropping packets.
 
 macro_rules! counters {
     ($($name:ident = $text:literal: $help:literal,)*) => {
-        /// What the programs count. Names that begin with `drop_` count dropped packets.
+        /// The events that the programs count. Names that begin with `drop_` count dropped packets.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
         #[repr(u32)]
         pub enum Counter { $( #[doc = $help] $name, )* }
@@ -10,9 +10,9 @@ macro_rules! counters {
         impl Counter {
             /// Every counter, in the order of its index in the map `COUNTERS`.
             pub const ALL: &'static [Counter] = &[$(Counter::$name),*];
-            /// The name that `egressctl stats` and the metrics show.
+            /// Returns the name that `egressctl stats` and the metrics show.
             pub const fn name(self) -> &'static str { match self { $(Counter::$name => $text),* } }
-            /// One sentence for people.
+            /// Returns a description for users.
             pub const fn help(self) -> &'static str { match self { $(Counter::$name => $help),* } }
         }
     };
@@ -110,17 +110,17 @@ mod tests {
     }
 }
 
-/// What a program does with a packet. Only the entry points know the kernel's codes for it.
+/// A program's decision about a packet. Only the entry points translate it to the kernel's codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Leave the packet to the next program and to the stack.
     Pass,
     /// Drop it and count why.
     Drop(Counter),
-    /// A redirecting helper has taken it; the value is what the helper returned.
+    /// A redirecting helper has taken the packet; the value is the helper's result.
     Taken(i32),
-    /// Made by [`send`](Self::send), [`leave`](Self::leave) or [`probe`](Self::probe): the entry point carries it out,
-    /// since the variables would not fit the stack of a deeper function.
+    /// Created by [`send`](Self::send), [`leave`](Self::leave) or [`probe`](Self::probe): the entry
+    /// point carries it out, because the variables would not fit on the stack of a deeper function.
     Later(u64),
 }
 
@@ -128,8 +128,8 @@ impl Verdict {
     /// Sends the packet to the node with that index in `NODES`, for one of [`purpose`]. The upper half of `entropy`
     /// distinguishes flows on the path.
     ///
-    /// All bits are combined here. In later code, which other verdicts reach as well, the registers would hold something
-    /// else for those, and the verifier refuses that.
+    /// All bits are combined here. Later code is shared with other verdicts, for which the
+    /// registers would hold something else, and the verifier refuses that.
     #[inline(always)]
     pub const fn send(purpose: u32, node: u32, entropy: u32) -> Self {
         Verdict::Later((bits::SEND + purpose as u64) << 32 | (entropy & 0xffff_0000 | node & 0xffff) as u64)
@@ -147,8 +147,8 @@ impl Verdict {
         Verdict::Later(bits::PROBE << 32 | node as u64)
     }
 
-    /// The verdict in one register, which is all that a function of a BPF program can return: its kind in the upper
-    /// half, the counter or the helper's result in the lower.
+    /// Returns the verdict in one register, the most that a function of a BPF program can return:
+    /// its kind in the upper half, the counter or the helper's result in the lower half.
     #[inline(always)]
     pub const fn to_bits(self) -> u64 {
         match self {
@@ -160,13 +160,13 @@ impl Verdict {
     }
 }
 
-/// What a packet is sent to another node for.
+/// The purpose for which a packet is sent to another node.
 pub mod purpose {
     /// To a gateway, to be sent out, over the transport in force.
     pub const FORWARD: u32 = 0;
     /// A reply to a source node, over the transport that it asks for.
     pub const REPLY: u32 = 1;
-    /// A probe over the tunnel device; probes over other transports follow ([`crate::transport`]).
+    /// A probe over the tunnel device; the values for other transports follow ([`crate::transport`]).
     pub const PROBE: u32 = 2;
 }
 

@@ -1,4 +1,4 @@
-//! What Spillway decides: which gateway carries which egress IP, which pod uses it, and what a node's maps contain.
+//! Spillway's decisions: which gateway carries which egress IP, which pod uses it, and what a node's maps contain.
 //!
 //! Nothing here does I/O, reads a clock or starts a task: inputs and the time are arguments, decisions are results.
 //! `Cargo.toml` names no library that could.

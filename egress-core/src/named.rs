@@ -1,4 +1,4 @@
-//! Enums whose variants are written as they are named.
+//! Enums whose variants are written as their names.
 
 /// Defines such an enum, with a list of all its variants and their text.
 macro_rules! named {
@@ -7,7 +7,7 @@ macro_rules! named {
         pub enum $name { $( $(#[$doc])* $variant, )* }
 
         impl $name {
-            /// All of them.
+            /// All variants.
             pub const ALL: [Self; [$(Self::$variant),*].len()] = [$(Self::$variant),*];
 
             $(#[$text])*

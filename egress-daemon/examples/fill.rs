@@ -1,8 +1,8 @@
-//! Fills a real API server with a cluster that no machine holds, and changes it: `cargo xtask bench --scale` calls it.
+//! Fills a real API server with the objects of a cluster too large for one machine, and changes them. `cargo xtask bench --scale` runs it.
 //!
-//! KWOK plays the kubelets: `tests/cluster/kwok/kwok.yaml` reads addresses from annotations. The last argument is the distance between
-//! gateways. Prints `ready`, and then `done` for each line of input: `pods COUNT NUMBER APPLICATION NODE` (numbers and nodes follow each other),
-//! `policy NUMBER APPLICATION`, or `node NUMBER`.
+//! KWOK replaces the kubelets; `tests/cluster/kwok/kwok.yaml` reads addresses from annotations. Every Nth node is a gateway, where N is the
+//! last argument. Prints `ready`, and then `done` for each line of input: `pods COUNT NUMBER APPLICATION NODE` (NUMBER and NODE increase by
+//! one for each pod), `policy NUMBER APPLICATION`, or `node NUMBER`.
 
 use anyhow::{Context, Result, bail};
 use egress_daemon::store::lease::LEASE_NAMESPACE;
@@ -19,10 +19,10 @@ use serde_json::{Value, json};
 use std::{io::BufRead, net::Ipv4Addr};
 
 const NAMESPACES: u32 = 50;
-/// The first address of the nodes, and of their pods' networks, each a /24.
+/// The first node's address. `POD_NETWORKS` is the first address of the pod networks; each node has a /24.
 const NODES: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 0);
 const POD_NETWORKS: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 0);
-/// How many requests are in flight at once.
+/// The number of concurrent requests.
 const CONCURRENT: usize = 64;
 
 #[tokio::main]
@@ -43,7 +43,7 @@ async fn main() -> Result<()> {
     let namespaces = (0..NAMESPACES).map(|n| format!("team-{n}")).chain([LEASE_NAMESPACE.to_owned()]);
     filler.all(namespaces.map(|name| filler.namespace(name))).await?;
     filler.all((0..nodes).map(|n| filler.node(n))).await?;
-    // The pods of an application are on nodes that are far apart, no two on one. Those of a node belong to different rounds of policies.
+    // An application's pods are on different nodes, 97 nodes apart. A node's pods belong to different rounds of policies.
     let node_of = |n: u32| (n % policies + n / policies * 97) % nodes;
     let address = |n: u32, node: u32| Ipv4Addr::from(POD_NETWORKS.to_bits() + (node << 8) + 1 + n / policies);
     let pod = |n: u32, application: u32, node: u32| filler.pod(n, application, node, address(n, node));
@@ -98,7 +98,7 @@ impl Filler {
 
     async fn namespace(&self, name: String) -> Result<()> {
         self.make::<Namespace>(None, json!({"metadata": {"name": name}})).await?;
-        // Nobody else makes it here, and pods need it.
+        // Pods need a default service account, and no controller creates one here.
         self.make::<ServiceAccount>(Some(&name), json!({"metadata": {"name": "default"}})).await
     }
 
@@ -114,7 +114,7 @@ impl Filler {
         let metadata = json!({"name": name, "labels": labels, "annotations": annotations});
         let spec = json!({"podCIDR": cidr, "podCIDRs": [cidr]});
         self.make::<Node>(None, json!({"metadata": metadata, "spec": spec})).await?;
-        // A new node is tainted until it is ready.
+        // The API server taints a new node until it is ready.
         let patch = Patch::Merge(json!({"spec": {"taints": null}}));
         self.api::<Node>(None).patch(&name, &PatchParams::default(), &patch).await?;
         Ok(())
@@ -134,7 +134,7 @@ impl Filler {
         self.make::<Pod>(Some(&namespace), json!({"metadata": metadata, "spec": spec})).await
     }
 
-    /// A policy for the pods of an application, with `egress_ips` egress IPs; every fourth one `PerEndpoint`.
+    /// Creates a policy for an application's pods, with `egress_ips` egress IPs. Every fourth policy is `PerEndpoint`.
     async fn policy(&self, n: u32, application: u32, egress_ips: u32) -> Result<()> {
         let spec = json!({
             "selectors": [{"podSelector": {"matchLabels": {"app": format!("app-{application}")}}}],

@@ -1,11 +1,11 @@
-//! Measures the flow log: writes a week of flows of one busy node as its agent would, and prints their size and the
+//! Measures the flow log. Writes a week of one busy node's flows as its agent would, and prints their size and the
 //! time to find the flows of one port.
 //!
 //!     cargo run --release -p egress-daemon --example flows -- FLOWS DIRECTORY [destinations]
 //!
-//! The node: 110 pods of 20 policies, some of which open most flows; four egress IPs with 32 blocks of ports each; two
-//! of five flows are queries to resolvers, most others connections of less than a second, some of minutes. Destinations
-//! are a few thousand servers, the first of which get most.
+//! The node has 110 pods of 20 policies, and a few pods open most flows. It has four egress IPs with 32 port blocks each.
+//! Two of five flows are DNS queries. Most other flows are connections of less than a second; some last minutes.
+//! Destinations are a few thousand servers, of which the first receive most flows.
 
 use anyhow::{Context as _, bail};
 use egress_core::leaselog::LeaseQuestion;
@@ -17,21 +17,21 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Seconds in which all flows begin.
+/// The period in which all flows begin, in seconds.
 const WEEK: i64 = 7 * 24 * 3600;
 const SECOND: i64 = 1_000_000;
-/// When the first begins.
+/// The time at which the first flow begins, in microseconds.
 const EPOCH: i64 = 1_760_000_000 * SECOND;
-/// As in an agent.
+/// The journal's limits, as in an agent.
 const JOURNAL_LINES: usize = 300_000;
 const JOURNAL_AGE: i64 = 3600 * SECOND;
-/// A tick, the programs' unit of time, is two to this power nanoseconds.
+/// A tick, the programs' unit of time, is 2^`TICK_SHIFT` nanoseconds.
 const TICK_SHIFT: u32 = 30;
 const PODS: u32 = 110;
 const POLICIES: u32 = 20;
 const SERVERS: u32 = 4_000;
 const PORTS: u64 = 32 * 64;
-/// Ports to look up.
+/// The number of ports to look up.
 const QUESTIONS: usize = 50;
 const SLACK: i64 = 2 * SECOND;
 
@@ -50,7 +50,7 @@ impl Random {
         self.below(1 << 53) as f64 / (1u64 << 53) as f64
     }
 
-    /// One of `n`, the first ones much more often: as 1/rank.
+    /// Returns an index below `n`; its probability is proportional to 1/rank.
     fn rank(&mut self, n: u32) -> u32 {
         ((f64::from(n) + 1.0).powf(self.unit()) - 1.0) as u32
     }
@@ -68,7 +68,7 @@ struct Traffic {
 }
 
 impl Traffic {
-    /// A flow that begins at this time, and when its last packet comes.
+    /// Returns a flow that begins at `time`, and the time of its last packet.
     fn flow(&mut self, time: i64) -> (Entry, i64) {
         let random = &mut self.random;
         let pod = random.rank(PODS);
@@ -103,7 +103,7 @@ fn names() -> Vec<Line> {
     pods.chain((0..POLICIES).map(|n| Line::Name(1 + PODS + n, format!("egress-policy-{n}")))).collect()
 }
 
-/// Writes all flows. Returns some of them, with the times of their last packets.
+/// Writes all flows. Returns a sample of them with the times of their last packets.
 fn write(limits: &Limits, count: u64, destinations: bool) -> anyhow::Result<Vec<(Entry, i64)>> {
     let mut traffic = Traffic { random: Random(1), destinations };
     let mut log: Log<Line> = Log::open(limits.clone(), EPOCH)?;
@@ -141,7 +141,7 @@ fn write(limits: &Limits, count: u64, destinations: bool) -> anyhow::Result<Vec<
     Ok(asked)
 }
 
-/// Bytes of finished files, and how many there are.
+/// Returns the total size in bytes and the number of finished files.
 fn size(directory: &Path) -> anyhow::Result<(u64, usize)> {
     let mut sizes = Vec::new();
     for entry in std::fs::read_dir(directory)? {

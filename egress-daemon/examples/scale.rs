@@ -1,9 +1,9 @@
-//! Measures the planner on a large cluster: `cargo xtask bench --scale` calls it. Prints one JSON object with times in
+//! Measures the planner on a large cluster, for `cargo xtask bench --scale`. Prints one JSON object with times in
 //! milliseconds and memory in bytes.
 //!
-//! The cluster: nodes in three zones; every hundredth node is a gateway; pods spread evenly over the nodes, in as many
-//! applications as there are policies; each policy selects one application and has its share of the egress IPs, every
-//! fourth one `PerEndpoint`. Sizes are arguments, so that the growth with each can be seen.
+//! The cluster's nodes are in three zones, and every hundredth node is a gateway. Pods are spread evenly over the nodes, in
+//! as many applications as there are policies. Each policy selects one application and has its share of the egress IPs;
+//! every fourth policy is `PerEndpoint`. Sizes are arguments, so that a benchmark can vary each of them.
 
 use anyhow::{Context, bail, ensure};
 use egress_core::health::{Health, LeaseState, NodeHealth};
@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
-/// How often each figure is measured; the median is reported.
+/// The number of measurements of each figure; the median is reported.
 const SAMPLES: usize = 5;
 
 struct Size {
@@ -77,12 +77,12 @@ struct Pods<'a> {
     plan: &'a mut Plan,
 }
 
-/// The slowest of all policies' medians.
+/// The times of one pod's changes: for each kind of change, the slowest of the applications' medians.
 #[derive(Default)]
 struct OnePod {
-    /// On a node that has pods of the same application.
+    /// A new pod on a node that has pods of the same application.
     more: Duration,
-    /// On a node that has none: it needs port blocks.
+    /// A new pod on a node that has no such pods, and so needs port blocks.
     elsewhere: Duration,
     /// A pod that is relabelled to another application.
     relabelled: Duration,
@@ -90,7 +90,7 @@ struct OnePod {
 }
 
 impl Pods<'_> {
-    /// Measures with pods of the first eight applications. The policy of every fourth one is `PerEndpoint`.
+    /// Measures with pods of the first eight applications. The policy of every fourth application is `PerEndpoint`.
     fn measure(&mut self, size: &Size) -> anyhow::Result<OnePod> {
         let mut slowest = OnePod::default();
         for application in 0..size.policies.min(8) {
@@ -136,8 +136,8 @@ impl Pods<'_> {
     }
 }
 
-/// Returns the last result and the median CPU time. The planner has one thread and never blocks, and other processes
-/// disturb CPU time less than wall-clock time.
+/// Returns the last result and the median CPU time of this thread. The planner uses one thread and never blocks, and
+/// other processes disturb CPU time less than wall-clock time.
 fn timed<T>(samples: usize, mut work: impl FnMut() -> T) -> anyhow::Result<(T, Duration)> {
     let now = || clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from);
     let mut sample = || {
@@ -164,7 +164,7 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Memory of this process, in bytes.
+/// Returns the resident memory of this process, in bytes.
 fn resident() -> anyhow::Result<u64> {
     let text = std::fs::read_to_string("/proc/self/statm").context("cannot read /proc/self/statm")?;
     let pages: u64 = text.split_whitespace().nth(1).context("no resident size")?.parse()?;

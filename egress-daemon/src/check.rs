@@ -1,7 +1,7 @@
-//! `egress-daemon check`: what this node can do, with remedies for what it cannot. Changes nothing.
+//! `egress-daemon check`: reports what this node can do, with a remedy for each problem. Changes nothing.
 //!
-//! `facts` inspects the node and `judge` decides; `pre` inspects a cluster and `cluster` decides. Those that decide are
-//! pure.
+//! `facts` inspects the node and `judge` decides; `pre` inspects a cluster and `cluster` decides. `judge` and `cluster`
+//! are pure.
 
 mod cluster;
 mod facts;
@@ -15,13 +15,13 @@ use crate::{
 use serde::Serialize;
 use std::{fmt, path::Path};
 
-/// How bad something is.
+/// The severity of a check's result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum CheckStatus {
-    /// As it should be.
+    /// No problem.
     Ok,
-    /// The agent works, but not with everything, or something may get in its way.
+    /// The agent works, but some features do not, or something may interfere with it.
     Warn,
     /// The agent does not work.
     Fail,
@@ -37,17 +37,17 @@ impl fmt::Display for CheckStatus {
     }
 }
 
-/// One thing that was checked.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CheckLine {
     /// What was checked: `kernel`, `btf`, `bpffs`...
     pub check: &'static str,
-    /// How bad it is.
+    /// The severity.
     pub status: CheckStatus,
     /// What was found.
     pub found: String,
-    /// What to do about it; null for `ok`.
+    /// The remedy; null for `ok`.
     pub remedy: Option<String>,
 }
 
@@ -60,13 +60,13 @@ impl Row for CheckLine {
     }
 }
 
-/// Everything that was checked.
+/// The results of all checks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CheckReport {
     /// The worst status.
     pub status: CheckStatus,
-    /// The lines, in the order in which the agent needs what they check.
+    /// The lines, in the order in which the agent needs the features that they check.
     pub items: Vec<CheckLine>,
 }
 
@@ -83,12 +83,12 @@ impl CheckReport {
         Self { status: items.iter().map(|line| line.status).max().unwrap_or(CheckStatus::Ok), items }
     }
 
-    /// For the terminal or a program.
+    /// Formats the report for the terminal or for a program.
     pub fn print(&self, output: Output) -> Result<String, PrintError> {
         print(self, output)
     }
 
-    /// Whether the agent would not work.
+    /// Returns whether the agent would not work.
     pub fn fails(&self) -> bool {
         self.status == CheckStatus::Fail
     }
@@ -99,8 +99,8 @@ pub async fn run(config: &Config, bpffs: &Path) -> CheckReport {
     CheckReport::of(judge::judge(&facts::gather(config, bpffs).await, config))
 }
 
-/// Checks a cluster in which Spillway need not be installed yet: that of a kubeconfig, the one that `kubectl` would use, or this pod's
-/// own. Fails if it does not answer.
+/// Checks a cluster before Spillway is installed: the cluster of `kubeconfig`, the one that `kubectl` would use, or this pod's own.
+/// Fails if the cluster does not answer.
 pub async fn run_pre(config: &Config, kubeconfig: Option<&Path>) -> anyhow::Result<CheckReport> {
     Ok(CheckReport::of(cluster::judge(&pre::gather(kubeconfig).await?, config)))
 }

@@ -1,5 +1,5 @@
-//! `egress-daemon cleanup`: removes everything that the agent made on this node, of any layout version, and reports what
-//! it removed. It may be repeated: a missing thing is no error.
+//! `egress-daemon cleanup`: removes everything that agents of any layout version made on this node, and reports what it
+//! removed. It may be repeated, since a missing object is not an error.
 
 use crate::{
     ctl::{
@@ -25,26 +25,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the kernel may take to free programs that nothing holds any more.
+/// The longest wait for the kernel to free unreferenced programs.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How often that is checked.
+/// The interval of the checks during this wait.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Errors for which the directory of the pins may stay: somebody else uses it too.
+/// The errors on which the pin directory stays, because others use it too.
 const KEPT: [io::ErrorKind; 3] =
     [io::ErrorKind::DirectoryNotEmpty, io::ErrorKind::ResourceBusy, io::ErrorKind::PermissionDenied];
 
-/// What was done.
+/// The result of a cleanup.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CleanupReport {
-    /// What was removed, a line each.
+    /// The removed objects, one line each.
     pub removed: Vec<String>,
-    /// What could not be removed or put back, and why.
+    /// The objects that could not be removed or restored, with the reasons.
     pub failed: Vec<String>,
 }
 
 impl CleanupReport {
-    /// Notes the removal of a thing, or why it failed. What was not there is not noted.
+    /// Records the removal of an object, or why it failed. Ignores an object that did not exist.
     fn note(&mut self, what: impl fmt::Display, result: io::Result<()>) {
         match result {
             Ok(()) => self.removed.push(what.to_string()),
@@ -69,19 +69,19 @@ impl fmt::Display for CleanupReport {
     }
 }
 
-/// How to clean up.
+/// The options of a cleanup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Goes ahead although an agent runs.
+    /// Proceeds even if an agent is running.
     pub force: bool,
-    /// Goes ahead although pods that policies select run here: from then on they leave with the node's address.
+    /// Proceeds even if selected pods run on this node. From then on, their packets leave with the node's address.
     pub release: bool,
     /// Keeps the logs of leases and flows, which are queried later.
     pub keep_logs: bool,
 }
 
-/// Removes what the agent with these pins made. Refuses while it runs, unless forced, and while selected pods run here, unless they are
-/// released.
+/// Removes everything that the agent with these pins made. Fails while that agent is running, unless `force` is set, and while selected
+/// pods run on this node, unless `release` is set.
 pub async fn run(bpffs: &Path, Options { force, release, keep_logs }: Options) -> Result<CleanupReport> {
     let pins = Pins::new(bpffs);
     let files = RunFiles::of(bpffs);
@@ -111,7 +111,7 @@ pub async fn run(bpffs: &Path, Options { force, release, keep_logs }: Options) -
     for log in [files.log(), files.flows()].into_iter().filter(|_| !keep_logs) {
         report.note(log.display(), fs::remove_dir_all(&log));
     }
-    // It has nothing else in it.
+    // The directory contains only these two logs.
     fs::remove_dir(files.logs()).ok();
     wait_for_programs(&before, &mut report).await;
     match lock {
@@ -121,7 +121,7 @@ pub async fn run(bpffs: &Path, Options { force, release, keep_logs }: Options) -
     Ok(report)
 }
 
-/// An error if the maps name selected pods whose interfaces are still there, or cannot be read.
+/// Fails if the maps name selected pods whose interfaces still exist, or if the maps cannot be read.
 async fn refuse_to_release(pins: &Pins, before: &Inventory) -> Result<()> {
     if before.maps.is_empty() {
         return Ok(());
@@ -143,7 +143,7 @@ async fn refuse_to_release(pins: &Pins, before: &Inventory) -> Result<()> {
     )
 }
 
-/// The names of selected pods that are behind an interface that exists, or behind any.
+/// Returns the names of selected pods whose interface exists or is not known.
 fn selected(dump: &Dump, exists: impl Fn(u32) -> bool) -> impl Iterator<Item = String> {
     let present = move |endpoint: &Endpoint| endpoint.class != 0 && (endpoint.ifindex == 0 || exists(endpoint.ifindex));
     dump.endpoints()
@@ -152,7 +152,7 @@ fn selected(dump: &Dump, exists: impl Fn(u32) -> bool) -> impl Iterator<Item = S
         .map(|(id, _)| dump.endpoint_name(id))
 }
 
-/// TCX links go with their pins; filters have none.
+/// Detaches filters, which have no pins. TCX links are detached when their pins are removed.
 async fn detach_filters(before: &Inventory, report: &mut CleanupReport) -> Result<()> {
     for program in &before.programs {
         for hook in &program.attached {
@@ -163,11 +163,11 @@ async fn detach_filters(before: &Inventory, report: &mut CleanupReport) -> Resul
             report.removed.push(format!("{} at {interface} {} ({})", program.name, hook.direction, hook.mode));
         }
     }
-    // Without CAP_SYS_ADMIN, programs cannot be listed. Filters have names.
+    // Without CAP_SYS_ADMIN, programs cannot be listed. Filters are found by their names.
     if attach::mode() == Mode::Clsact {
         let netlink = Netlink::open().context("netlink")?;
         for interface in inventory::interfaces(&netlink.handle).await?.values() {
-            // One of each direction: all our filters of a direction are detached together.
+            // One program for each direction: all our filters of a direction are detached together.
             ["pod_egress", "pod_ingress"].into_iter().for_each(|program| attach::detach_filter(program, interface));
         }
     }
@@ -189,7 +189,7 @@ fn remove_pins(before: &Inventory, report: &mut CleanupReport) {
             report.removed.push(format!("{count} pins in {}", path.display()));
         }
         let result = fs::remove_dir(path);
-        // The directory that was named may be a mount point, or hold pins of others.
+        // The root directory may be a mount point or contain other pins.
         let keep = Some(path) == before.pins.last() && result.as_ref().is_err_and(|error| KEPT.contains(&error.kind()));
         if !keep {
             report.note(format!("directory {}", path.display()), result);
@@ -197,7 +197,7 @@ fn remove_pins(before: &Inventory, report: &mut CleanupReport) {
     }
 }
 
-/// The tunnel device and the changed settings.
+/// Removes the tunnel device and restores the changed kernel settings.
 async fn remove_from_host(files: &RunFiles, report: &mut CleanupReport) -> Result<()> {
     let netlink = Netlink::open().context("netlink")?;
     let mut sysctls = Sysctls::open(files.sysctls())?;
@@ -207,7 +207,7 @@ async fn remove_from_host(files: &RunFiles, report: &mut CleanupReport) -> Resul
     Ok(())
 }
 
-/// The kernel frees programs a little after the last thing that holds them is gone.
+/// Waits for the kernel, which frees programs shortly after their last reference is gone.
 async fn wait_for_programs(before: &Inventory, report: &mut CleanupReport) {
     let ours: BTreeSet<u32> = before.programs.iter().map(|program| program.id).collect();
     let left = || -> BTreeSet<u32> {

@@ -1,4 +1,4 @@
-//! Tests of the cleanup: what it reports and leaves alone, and on a real kernel that nothing remains.
+//! Tests of the cleanup: what it reports, what it leaves alone, and that nothing remains on a real kernel.
 
 use super::*;
 use egress_node::datapath::{
@@ -58,7 +58,7 @@ fn selected_pods_are_named_until_their_interfaces_are_gone() {
     assert_eq!(selected(&dump, |ifindex| ifindex == 7).collect::<Vec<_>>(), ["#1", "#4"]);
 }
 
-/// Loads and attaches the programs in a network namespace of its own, as an agent does, and cleans up after it.
+/// Loads and attaches the programs in a separate network namespace, as an agent does, and cleans up afterwards.
 fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'static str, &'static str)]) {
     if !nix::unistd::geteuid().is_root() || !inventory::on_bpffs(Path::new("/sys/fs/bpf")) {
         egress_node::testing::skip(test, "root and a BPF file system at /sys/fs/bpf");

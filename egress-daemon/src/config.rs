@@ -1,7 +1,7 @@
-//! The configuration file (`--config FILE`): what an administrator may set, its defaults, and what is refused.
+//! The configuration file (`--config FILE`): the settings, their defaults, and the values that are refused.
 //!
-//! Parsing is pure: text in, [`Config`] or everything that is wrong with it out. It knows the limits of `egress-common`
-//! and the name patterns of `host::classify`, and nothing of who uses the settings.
+//! Parsing is pure: it turns text into a [`Config`] or a list of all faults. It knows the limits of `egress-common` and the
+//! name patterns of `egress_core::network::classify`, but not the users of the settings.
 
 mod read;
 mod values;
@@ -24,9 +24,9 @@ pub const PROBE_COUNT: u32 = 3;
 pub const LEASE_RENEW: Duration = Duration::from_secs(5);
 /// Default of [`LeaseConfig::duration`].
 pub const LEASE_DURATION: Duration = Duration::from_secs(15);
-/// The longest [`LeaseConfig::duration`]. A controller believes no lease that says more.
+/// The longest [`LeaseConfig::duration`]. A controller does not accept longer durations from leases.
 pub const LONGEST_LEASE: Duration = Duration::from_secs(3600);
-/// Default of [`Config::start_limit`]: more than a pod takes to get its network on a busy node.
+/// Default of [`Config::start_limit`]: longer than the network setup of a pod takes on a busy node.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
 /// Default of [`Config::drain_timeout`].
 pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -39,22 +39,22 @@ pub const UDP: Duration = Duration::from_secs(limits::UDP_SECS);
 /// Default of [`Timeouts::icmp`].
 pub const ICMP: Duration = Duration::from_secs(limits::ICMP_SECS);
 
-/// The settings of an agent or a controller. Every field has a default, and an absent file is an empty one.
+/// The settings of an agent or a controller. Every field has a default, and a missing file counts as empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// `tunnelPort`: UDP port of the tunnel device, the same on all nodes.
     pub tunnel_port: u16,
     /// `tunnelName`: name of the tunnel device, 1 to 15 bytes.
     pub tunnel_name: String,
-    /// `exceptCIDRs`: destinations that no policy touches, besides those of pods, nodes and services.
+    /// `exceptCIDRs`: destinations to which no policy applies, in addition to those of pods, nodes and services.
     pub except_cidrs: Vec<IpNet>,
-    /// `uplinks`: interfaces that lead out of the node, besides those that are recognised.
+    /// `uplinks`: interfaces that lead out of the node, in addition to those that the agent recognises.
     pub uplinks: Vec<NamePattern>,
-    /// `podInterfaces`: host-side interfaces of pods, besides those that are recognised.
+    /// `podInterfaces`: host-side interfaces of pods, in addition to those that the agent recognises.
     pub pod_interfaces: Vec<NamePattern>,
-    /// `maxFlows`: flows on this node, for each address family.
+    /// `maxFlows`: the most flows on this node, for each address family.
     pub max_flows: u32,
-    /// `maxFlowsPerPod`: how many of them one pod may have; 0 stands for three quarters of `maxFlows`.
+    /// `maxFlowsPerPod`: the most flows of one pod; 0 stands for three quarters of `maxFlows`.
     pub max_flows_per_pod: u32,
     /// `timeouts`: how long idle flows are kept.
     pub timeouts: Timeouts,
@@ -65,12 +65,12 @@ pub struct Config {
     /// `deadline`: how long the datapath answers ARP and NDP for egress IPs after it last heard from its agent. By default
     /// [`LeaseConfig::longest_deadline`].
     pub deadline: Duration,
-    /// `startLimit`: for how long unknown sources are held for a selected pod that has no address yet.
+    /// `startLimit`: how long packets of unknown sources are held for a selected pod that has no address yet.
     pub start_limit: Duration,
     /// `firewall`: whether the first packet of a flow passes the host's firewall.
     pub firewall: Firewall,
-    /// `firewallMark`: the one bit of the mark by which a node without a default route routes first packets to the tunnel device, after
-    /// all other routes.
+    /// `firewallMark`: one bit of the packet mark. A node without a default route uses it to route first packets to the tunnel device,
+    /// after all other routes.
     pub firewall_mark: u32,
     /// `transport`: the transport between source nodes and gateways.
     pub transport: Transport,
@@ -78,17 +78,17 @@ pub struct Config {
     pub xdp: Xdp,
     /// `announce`: how egress IPs are announced on their link.
     pub announce: Announce,
-    /// `foreignKinds`: whose objects are read from the cluster besides our own. A directory's are always read.
+    /// `foreignKinds`: the other systems whose objects are read from the cluster. In a directory they are always read.
     pub foreign_kinds: BTreeSet<Foreign>,
-    /// `maxEgressIPsPerNode`: how many floating egress IPs a node may carry, over all pools. A pool may set a lower limit for its
-    /// own; a node's annotation overrides both. Absent: any number. The controller reads it.
+    /// `maxEgressIPsPerNode`: the most floating egress IPs that a node may carry, over all pools. A pool may set a lower limit for its
+    /// own egress IPs; a node's annotation overrides both. Absent: no limit. Used by the controller.
     pub max_egress_ips_per_node: Option<u32>,
-    /// `drainTimeout`: for how long an egress IP that was taken out of its pool, by the pool's deletion or smaller ranges, keeps its
-    /// connections. The controller reads it.
+    /// `drainTimeout`: how long an egress IP keeps its connections after it has left its pool because the pool was deleted or its
+    /// ranges became smaller. Used by the controller.
     pub drain_timeout: Duration,
-    /// `metrics`: where metrics and health are served; `--metrics` overrides it. Absent: nowhere.
+    /// `metrics`: the address at which metrics and health are served; `--metrics` overrides it. Absent: they are not served.
     pub metrics: Option<SocketAddr>,
-    /// `flowLog`: what is logged of who used which ports of egress IPs.
+    /// `flowLog`: how the use of egress IPs and their ports is logged.
     pub flow_log: FlowLog,
 }
 
@@ -108,9 +108,9 @@ pub struct Timeouts {
 /// How gateways are probed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probe {
-    /// `interval`: between two probes of a gateway that answers.
+    /// `interval`: the time between two probes of a gateway that answers.
     pub interval: Duration,
-    /// `count`: a gateway counts as dead after this many missed in a row, and as alive after this many answered.
+    /// `count`: a gateway counts as dead after this many consecutive lost probes, and as alive after this many answers.
     pub count: u32,
 }
 
@@ -125,8 +125,8 @@ pub struct LeaseConfig {
 }
 
 impl LeaseConfig {
-    /// The longest [`Config::deadline`] with which a gateway whose agent has died falls silent before its lease can lapse: the agent may
-    /// have renewed the lease [`Self::renew`] before it moved the deadline for the last time.
+    /// Returns the longest [`Config::deadline`] with which a gateway falls silent before its lease can lapse if its agent dies. The agent
+    /// may have renewed the lease up to [`Self::renew`] before it last extended the deadline.
     pub const fn longest_deadline(self) -> Duration {
         self.duration.saturating_sub(self.renew)
     }
@@ -135,13 +135,13 @@ impl LeaseConfig {
 /// Whether the first packet of a flow passes the host's firewall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Firewall {
-    /// It does: a flow is confirmed by the first packet that the host's firewall lets pass.
+    /// The first packet passes it. A flow is confirmed by the first packet that the host's firewall accepts.
     Respect,
-    /// It does not: all packets take the fast path, past the host's firewall.
+    /// All packets take the fast path and bypass the host's firewall.
     Bypass,
 }
 
-/// Another system whose objects are understood.
+/// Another system whose objects Spillway understands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Foreign {
     /// CiliumEgressGatewayPolicy (cilium.io/v2).
@@ -151,7 +151,7 @@ pub enum Foreign {
 }
 
 impl Foreign {
-    /// The kinds of its objects.
+    /// Returns the kinds of its objects.
     pub fn kinds(&self) -> &'static [Kind] {
         match self {
             Foreign::Cilium => &[Kind::CiliumEgressGatewayPolicy],
@@ -165,7 +165,7 @@ impl Foreign {
 pub enum Announce {
     /// Gratuitous ARP and unsolicited neighbour advertisements, and answers to requests.
     Arp,
-    /// Not at all: routers are configured to send egress IPs to the node.
+    /// Not at all: routers are configured to send packets for egress IPs to the node.
     None,
 }
 
@@ -233,16 +233,16 @@ impl fmt::Display for Fault {
     }
 }
 
-/// A setting, as it is documented.
+/// The documentation of a setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     /// Its path, such as `timeouts.udp`.
     pub field: String,
-    /// Its default, as it is written; in brackets if it is not a value that could be written.
+    /// Its default as YAML, or a description in parentheses.
     pub default: &'static str,
     /// What it sets.
     pub meaning: &'static str,
-    /// What may be written.
+    /// The values that are accepted.
     pub values: String,
 }
 
@@ -268,7 +268,7 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// Reads a file; without one, everything has its default.
+    /// Reads a file. Without one, every setting has its default.
     pub fn load(file: Option<&Path>) -> Result<Self, ConfigError> {
         let Some(path) = file else { return Ok(Self::default()) };
         let file = path.display().to_string();
@@ -278,12 +278,12 @@ impl Config {
         }
     }
 
-    /// Every setting.
+    /// Returns the documentation of every setting.
     pub fn settings() -> Vec<Setting> {
         read::settings()
     }
 
-    /// Parses the text of `file`, which is named in errors only.
+    /// Parses `text`. `file` is used only in error messages.
     pub fn parse(file: &str, text: &[u8]) -> Result<Self, ConfigError> {
         read::config(text).map_err(|faults| ConfigError::Refused { file: file.to_owned(), faults })
     }

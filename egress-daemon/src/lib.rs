@@ -1,4 +1,4 @@
-//! The agent, the controller and what egressctl needs.
+//! The agent, the controller and the implementation of egressctl.
 
 pub mod agent;
 pub mod check;

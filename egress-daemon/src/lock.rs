@@ -1,8 +1,7 @@
-//! The files of one agent below /run/spillway, which do not survive a reboot, the lock that shows that it runs, and where its logs
-//! are.
+//! The files of one agent below /run/spillway, which do not survive a reboot, the lock that it holds while it runs, and the location of
+//! its logs.
 //!
-//! An agent is identified by its pins (`--bpffs`): several agents share one kernel, each with pins and files of its
-//! own.
+//! An agent is identified by its pins (`--bpffs`). Several agents may share one kernel, each with its own pins and files.
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -18,13 +17,13 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-/// Where the files of all agents are.
+/// The directory of all agents' files.
 pub const DIRECTORY: &str = "/run/spillway";
-/// Where the logs of all agents are, which survive a reboot, unless [`STATE_DIRECTORY`] names another place.
+/// The directory of all agents' logs, which survive a reboot, unless [`STATE_DIRECTORY`] is set.
 pub const LOGS: &str = "/var/lib/spillway";
-/// The variable with the directory that systemd provides for a unit's state.
+/// The environment variable in which systemd passes a unit's state directory.
 const STATE_DIRECTORY: &str = "STATE_DIRECTORY";
-/// How much of the pins' directory name is in a file's name: the path of a socket may have only 107 bytes.
+/// The number of characters of the pin directory's name in a file name. A socket's path is limited to 107 bytes.
 const READABLE: usize = 32;
 
 /// The files of the agent whose pins are in one directory.
@@ -35,12 +34,12 @@ pub struct RunFiles {
 }
 
 impl RunFiles {
-    /// The files of the agent with these pins.
+    /// Returns the files of the agent with these pins.
     pub fn of(bpffs: &Path) -> Self {
         Self::below(Path::new(DIRECTORY), bpffs)
     }
 
-    /// The same in another directory than [`DIRECTORY`].
+    /// Like [`Self::of`], but in `directory` instead of [`DIRECTORY`].
     pub fn below(directory: &Path, bpffs: &Path) -> Self {
         let path = std::path::absolute(bpffs).unwrap_or_else(|_| bpffs.to_path_buf());
         let path: PathBuf = path.components().filter(|c| *c != Component::CurDir).collect();
@@ -81,13 +80,13 @@ impl RunFiles {
         self.logs().join("flows")
     }
 
-    /// The directory of both.
+    /// The directory of both logs.
     pub fn logs(&self) -> PathBuf {
         let place = std::env::var_os(STATE_DIRECTORY).unwrap_or_else(|| LOGS.into());
         Path::new(&place).join(&self.stem)
     }
 
-    /// Makes the directory.
+    /// Creates the directory of the run files.
     pub fn make_directory(&self) -> io::Result<()> {
         fs::DirBuilder::new().recursive(true).mode(0o755).create(&self.directory)
     }
@@ -107,7 +106,7 @@ impl RunFiles {
                 }
                 Err((_, errno)) => return Err(failed(errno.into())),
             };
-            // A cleanup may have removed the file between the two calls: then the lock is on nothing.
+            // A cleanup may have removed the file between open and lock. The lock would then be on an unlinked file.
             if !same_file(&lock, &path) {
                 continue;
             }
@@ -118,7 +117,7 @@ impl RunFiles {
     }
 }
 
-/// The process recorded in a lock file.
+/// Returns the process ID recorded in a lock file.
 fn holder(file: &mut File) -> Option<u32> {
     let mut text = String::new();
     file.rewind().ok()?;
@@ -134,7 +133,7 @@ fn same_file(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Shows that this process is the agent of its pins. Dropping it releases the lock; the file stays.
+/// Proof that this process is the agent of its pins. Dropping it releases the lock; the file stays.
 #[derive(Debug)]
 pub struct AgentLock {
     _lock: Flock<File>,
@@ -148,10 +147,10 @@ impl AgentLock {
     }
 }
 
-/// Why the lock was not taken.
+/// Why the lock could not be taken.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Another process has it.
+    /// Another process holds it.
     #[error(
         "an agent runs with these pins{}: stop it first, or name another directory with --bpffs",
         holder.map(|pid| format!(" (process {pid})")).unwrap_or_default()
@@ -159,10 +158,10 @@ pub enum LockError {
     Held {
         /// The lock file.
         path: PathBuf,
-        /// Its process, if known.
+        /// The ID of the process that holds it, if known.
         holder: Option<u32>,
     },
-    /// The file cannot be made or locked.
+    /// The file cannot be created or locked.
     #[error("the lock {} cannot be taken: {source}; /run/spillway must be writable for the agent", path.display())]
     File {
         /// The lock file.

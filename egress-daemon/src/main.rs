@@ -62,8 +62,8 @@ enum Command {
     Check(CheckArgs),
     /// Remove everything that the agent made on this node
     ///
-    /// Refuses while selected pods run on this node: without the programs, their packets leave with the node's address. Move them to other nodes
-    /// first, or pass --release. It may be run again, and then removes what is left.
+    /// Refuses while selected pods run on this node, because their packets would leave with the node's address. Move them to other nodes
+    /// first, or pass --release. Running it again removes what is left.
     Cleanup(CleanupArgs),
     /// Print a shell completion script for this command
     ///
@@ -74,7 +74,7 @@ enum Command {
     },
 }
 
-/// Where the objects come from.
+/// The source of the objects.
 #[derive(Args)]
 struct Source {
     /// Read objects from the YAML files in a directory, and keep what Spillway writes in DIR/.spillway
@@ -83,13 +83,13 @@ struct Source {
     /// Use the Kubernetes API that this file describes
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
-    /// Also read the objects of this system from the cluster, besides those that `foreignKinds` names
+    /// Also read the objects of this system from the cluster, in addition to the systems in `foreignKinds`
     #[arg(long, value_enum, value_name = "SYSTEM", conflicts_with = "manifests")]
     foreign: Vec<Foreign>,
 }
 
 impl Source {
-    /// For display.
+    /// Returns the source's name for display.
     fn describe(&self) -> String {
         match (&self.manifests, &self.kubeconfig) {
             (Some(directory), _) => format!("directory {}", directory.display()),
@@ -98,7 +98,7 @@ impl Source {
         }
     }
 
-    /// Fails if something is wrong with it, before anything is read, or made on this node.
+    /// Returns the source, or an error if it cannot be used, before any object is read or anything is made on this node.
     async fn find(self) -> Result<Found> {
         match self.manifests {
             Some(directory) => {
@@ -112,13 +112,13 @@ impl Source {
         }
     }
 
-    /// Whose objects are read besides our own.
+    /// Returns the other systems whose objects are read.
     fn foreign(&self, config: &Config) -> BTreeSet<Foreign> {
         self.foreign.iter().chain(&config.foreign_kinds).copied().collect()
     }
 }
 
-/// A source that exists and has not been read.
+/// A usable source whose objects have not been read yet.
 enum Found {
     Directory(PathBuf),
     Cluster(kube::Client),
@@ -132,7 +132,7 @@ impl Found {
         }
     }
 
-    /// The store, or `None` if the process is asked to end before a cluster has answered.
+    /// Opens the store. Returns `None` if `stop` is ready before the cluster has answered.
     async fn open(
         self,
         reader: &Reader,
@@ -152,7 +152,7 @@ impl Found {
 
 #[derive(Args)]
 struct Common {
-    /// The configuration file (YAML); without one, everything has its default
+    /// The configuration file (YAML); without one, every setting has its default
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 }
@@ -166,7 +166,7 @@ struct Serving {
 
 #[derive(Args)]
 struct Pinned {
-    /// Directory of the pinned maps and links: one for each agent on this machine
+    /// The directory of the pinned maps and links, one for each agent on this machine
     #[arg(long, value_name = "DIR", default_value = DEFAULT_BPFFS)]
     bpffs: PathBuf,
 }
@@ -178,7 +178,7 @@ struct AgentArgs {
     node: String,
     #[command(flatten)]
     source: Source,
-    /// The address of the Service `kubernetes`: no policy touches it or the API server behind it, wherever that runs
+    /// The address of the Service `kubernetes`; no policy affects it or the API server behind it, wherever that server runs
     #[arg(long, env = "KUBERNETES_SERVICE_HOST", value_name = "ADDRESS")]
     api_server: Option<String>,
     /// Run a controller in the same process
@@ -214,7 +214,7 @@ struct CheckArgs {
     kubeconfig: Option<PathBuf>,
     #[command(flatten)]
     pinned: Pinned,
-    /// How the result is printed
+    /// The output format
     #[arg(short, long, value_enum, default_value_t, value_name = "FORMAT")]
     output: Output,
 }
@@ -223,10 +223,10 @@ struct CheckArgs {
 struct CleanupArgs {
     #[command(flatten)]
     pinned: Pinned,
-    /// Go ahead even if an agent is running; the agent will then recreate everything
+    /// Proceed even if an agent is running; the agent then recreates everything
     #[arg(long)]
     force: bool,
-    /// Go ahead even if policies select pods on this node: their connections end, and from then on they leave with the node's address
+    /// Proceed even if policies select pods on this node: their connections end, and new ones leave with the node's address
     #[arg(long)]
     release: bool,
     /// Keep the lease and flow logs, for whois
@@ -278,19 +278,19 @@ fn run(command: Command) -> Result<ExitCode> {
     }
 }
 
-/// Lets the allocator give back what is not used. An agent of a large cluster reads all its objects again for each change; with an arena for
-/// each thread, and a threshold for mappings that grows, it keeps half as much again.
+/// Makes the allocator return unused memory. An agent of a large cluster reads all its objects again for each change. With one arena per
+/// thread and a dynamic mmap threshold, it would retain 50 % more memory.
 fn keep_little_memory() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: there is only one thread yet, and the options are those of mallopt(3). A refusal changes nothing.
+    // SAFETY: the process has only one thread yet, and mallopt(3) documents both options. A failed call changes nothing.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
         libc::mallopt(libc::M_MMAP_THRESHOLD, 64 << 10);
     }
 }
 
-/// Threads of the runtime. By default it has one for each processor, and a node may have hundreds of these. A daemon waits most of the time,
-/// and long work has threads of its own.
+/// The runtime's number of worker threads. The default is one for each processor, of which a node may have hundreds. A daemon waits most of
+/// the time, and long work has its own threads.
 const WORKERS: usize = 2;
 
 fn wait_for(task: impl Future<Output = Result<ExitCode>>) -> Result<ExitCode> {
@@ -310,7 +310,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
         source: args.source.describe(),
         with_controller: args.with_controller,
         config,
-        // Pods get an address from Kubernetes. A name instead bypasses the Service.
+        // Kubernetes sets the variable to an address. A name means that the agent bypasses the Service.
         api_server: args.api_server.and_then(|text| text.parse().ok()),
     };
     let stop = stop()?;
@@ -323,7 +323,7 @@ async fn agent(args: AgentArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The agents are being removed from the cluster: removes what this one made, too. The logs stay.
+/// Removes everything that this agent made except the logs, because the agents are being removed from the cluster.
 async fn leave_nothing(bpffs: &Path) {
     match cleanup::run(bpffs, Options { force: false, release: true, keep_logs: true }).await {
         Ok(report) => {
@@ -345,7 +345,7 @@ async fn controller(args: ControllerArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Ready once the process is asked to end: SIGTERM or SIGINT. A second one ends it at once.
+/// Returns a future that is ready after SIGTERM or SIGINT. A second signal ends the process immediately.
 fn stop() -> Result<impl Future<Output = ()> + Clone + Send + 'static> {
     let mut term = signal(SignalKind::terminate()).context("SIGTERM cannot be caught")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT cannot be caught")?;

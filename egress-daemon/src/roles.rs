@@ -1,4 +1,4 @@
-//! Starts the roles of a process from its settings: connects the agent, the controller, and what others see of them.
+//! Starts the roles of a process from its settings: connects the agent, the controller, the logs, the socket and the metrics.
 
 use anyhow::Result;
 use axum::Router;
@@ -30,15 +30,15 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// How an agent is started.
+/// The options of an agent.
 pub struct AgentOptions {
     /// The node.
     pub node: String,
     /// The directory of its pins.
     pub bpffs: PathBuf,
-    /// Where its objects come from, for display.
+    /// The source of its objects, for display.
     pub source: String,
-    /// Where metrics are served; absent: nowhere.
+    /// The address at which metrics are served; absent: they are not served.
     pub metrics: Option<SocketAddr>,
     /// Whether a controller runs in the same process.
     pub with_controller: bool,
@@ -48,7 +48,7 @@ pub struct AgentOptions {
     pub api_server: Option<IpAddr>,
 }
 
-/// The controller's part of the settings. Its leadership and the gateways' leases have the same times.
+/// Returns the controller's part of the settings. The leader's lease and the gateways' leases have the same duration.
 fn controller_config(config: &Config) -> ControllerConfig {
     let host = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     ControllerConfig {
@@ -61,10 +61,10 @@ fn controller_config(config: &Config) -> ControllerConfig {
     }
 }
 
-/// Runs an agent until `stop` is ready. What it made stays.
+/// Runs an agent until `stop` is ready. Everything that it made stays.
 ///
-/// The programs are loaded before the objects are read: the memory for loading, mostly the kernel's types, is then
-/// returned, and does not add to the peak memory of the process. `store` is `None` if `stop` came first.
+/// Loads the programs before it reads the objects. The memory for loading, mostly the kernel's BTF, is then already
+/// freed and does not add to the peak memory of the process. `store` is `None` if `stop` was ready first.
 pub async fn agent(
     options: AgentOptions,
     store: impl Future<Output = Result<Option<Store>>>,
@@ -75,14 +75,14 @@ pub async fn agent(
     let lock = files.acquire()?;
     let settings = AgentSettings::from(&config).with_api_server(api_server);
     let programs = Programs::load(&Pins::new(&bpffs), settings.sizes)?;
-    // An unreachable API server stops nothing.
+    // The programs keep working while the API server is unreachable.
     let store = agent::while_waiting(&Pins::new(&bpffs), settings.machine.deadline, store).await?;
     let Some(store) = store? else { return Ok(lock.remove()?) };
     let (publish, published) = watch::channel(Arc::new(AgentState::default()));
     let (tracer, traces) = Tracer::new(Pins::new(&bpffs), settings.sizes);
     let collectors = &config.flow_log.export;
     let exporters = Exporters::start(collectors, &node);
-    // Policies are carried out even if logs fail.
+    // A failure of the logs must not stop the agent from carrying out policies.
     let uploads = Uploads::start(collectors, &files.logs(), &node);
     let uploads =
         uploads.inspect_err(|error| tracing::error!("flowLog.export: no segment is sent: {error}")).unwrap_or_default();
@@ -112,7 +112,7 @@ pub async fn agent(
         LogWriter::start(&config.flow_log, files.log(), &name, store.clone(), Arc::clone(&log), exporters.clone());
     let flow_log = Arc::new(Counts::default());
     let _follower = flows::Follower::start(watching, Arc::clone(&flow_log))?;
-    // The socket is a convenience: the datapath works without it.
+    // The socket is optional; the datapath works without it.
     let server = AdminServer::start(&files.socket(), published.clone(), tracer.routes());
     let _server = server.inspect_err(|error| tracing::error!("{error}")).ok();
     let stop = stop.shared();
@@ -132,7 +132,7 @@ pub async fn agent(
     if let Some(controller) = controller {
         controller.await?;
     }
-    // What stays in the kernel needs no lock.
+    // The programs and maps that stay in the kernel need no lock.
     lock.remove()?;
     Ok(())
 }

@@ -1,7 +1,7 @@
-//! Detects whether the agents are being removed from the cluster. Then this one leaves nothing on its node.
+//! Detects whether the agents are being removed from the cluster. In that case, this agent cleans up its node when it ends.
 //!
-//! Only a clear sign counts: the agents' DaemonSet was seen, and is deleted. An unreachable API server, or missing rights, do not
-//! count: a cleanup by mistake would send pods out with their node's address.
+//! The only sign that counts is the deletion of the agents' DaemonSet. An unreachable API server or missing permissions do not count: after
+//! a mistaken cleanup, pods' packets would leave with their node's address.
 
 use futures::StreamExt as _;
 use k8s_openapi::api::apps::v1::DaemonSet;
@@ -15,10 +15,10 @@ use std::sync::{
 };
 use tokio::task::JoinHandle;
 
-/// The agents' DaemonSet, in their own namespace.
+/// The name of the agents' DaemonSet, which is in their own namespace.
 const NAME: &str = "spillway-agent";
 
-/// Follows the agents' DaemonSet until it is dropped.
+/// Watches the agents' DaemonSet until this value is dropped.
 #[derive(Debug)]
 pub struct Uninstall {
     is_under_way: Arc<AtomicBool>,
@@ -26,7 +26,7 @@ pub struct Uninstall {
 }
 
 impl Uninstall {
-    /// Begins to follow the DaemonSet in the client's own namespace.
+    /// Starts to watch the DaemonSet in the client's own namespace.
     pub fn follow(client: Client) -> Self {
         let api = Api::<DaemonSet>::default_namespaced(client);
         let is_under_way = Arc::new(AtomicBool::new(false));
@@ -43,7 +43,7 @@ impl Uninstall {
         Self { is_under_way, task }
     }
 
-    /// Whether the DaemonSet is being deleted.
+    /// Returns whether the DaemonSet is being deleted.
     pub fn is_under_way(&self) -> bool {
         self.is_under_way.load(Ordering::Relaxed)
     }
@@ -55,12 +55,12 @@ impl Drop for Uninstall {
     }
 }
 
-/// Whether an event means that the DaemonSet is deleted, if it is about that. A recreated one is no longer deleted.
+/// Returns whether the DaemonSet is deleted after this event, or `None` if the event does not tell. A recreated DaemonSet is not deleted.
 fn deleted(event: &Event<DaemonSet>) -> Option<bool> {
     match event {
         Event::Apply(daemon) | Event::InitApply(daemon) => Some(daemon.metadata.deletion_timestamp.is_some()),
         Event::Delete(_) => Some(true),
-        // A new list without it only means that something was missed.
+        // A list without the DaemonSet proves nothing: it may never have been seen.
         Event::Init | Event::InitDone => None,
     }
 }

@@ -1,4 +1,4 @@
-//! The CRDs accept the examples that users copy.
+//! Checks that the CRDs accept the examples that users copy.
 
 use std::fs;
 use std::path::Path;
@@ -24,7 +24,7 @@ fn every_example_is_accepted_and_says_what_it_shows() {
     assert!(shown(Distribution::PerFlow) && shown(Distribution::PerEndpoint));
     assert_eq!(store.list::<EgressPolicy>().len(), 1);
     let selectors = policies.iter().flat_map(|policy| &policy.spec.selectors);
-    // In a shared cluster, anybody can use the same pod labels.
+    // In a shared cluster, pods of any namespace can have the same labels.
     assert!(selectors.into_iter().all(|selector| selector.namespace_selector.is_some()));
     let gateways = policies.iter().filter_map(|policy| policy.spec.egress_gateways.as_ref());
     assert!(gateways.flatten().any(|gateway| gateway.weight > 1));

@@ -13,7 +13,7 @@
 
 #[macro_use]
 mod once;
-// From the lowest layer up: none imports one above it.
+// Layers from the lowest up: headers, tables, flows, translation, transports, source, gateway.
 mod flows;
 mod gateway;
 mod headers;
@@ -120,7 +120,7 @@ pub fn pod_egress(ctx: TcContext) -> i32 {
     code
 }
 
-/// Egress of a pod's host-side interface: remember what the outside opened, so that its replies are left alone.
+/// Egress of a pod's host-side interface: records what the outside opened, so that the pod's replies are left alone.
 #[classifier]
 pub fn pod_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
@@ -179,8 +179,8 @@ pub fn uplink_ingress(ctx: TcContext) -> i32 {
     settle(&pkt, verdict)
 }
 
-/// Ingress of the underlay's interfaces, which may be uplinks as well: what `tunnel_ingress` does, without the device, and
-/// what `uplink_ingress` does.
+/// Ingress of the underlay's interfaces, which may be uplinks as well: does the work of
+/// `tunnel_ingress`, without the device, and of `uplink_ingress`.
 #[classifier]
 pub fn underlay_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
@@ -198,9 +198,9 @@ pub fn underlay_ingress(ctx: TcContext) -> i32 {
     settle(&pkt, verdict)
 }
 
-/// At the driver of a gateway's underlay: what `underlay_ingress` does in the common case. Frames in several pieces are passed on.
+/// At the driver of a gateway's underlay: the common case of `underlay_ingress`. Frames in several pieces are passed on.
 ///
-/// Inlined, or LLVM makes the program a call of a function that is too large for it to inline.
+/// Inlined: otherwise LLVM makes the program a call to a function that is too large for it to inline.
 #[xdp(frags)]
 #[inline(always)]
 pub fn underlay_xdp(ctx: XdpContext) -> u32 {
@@ -208,7 +208,7 @@ pub fn underlay_xdp(ctx: XdpContext) -> u32 {
     action(native::from_nodes(&pkt))
 }
 
-/// At the driver of a gateway's uplinks: what `uplink_ingress` does in the common case. Inlined like [`underlay_xdp`].
+/// At the driver of a gateway's uplinks: the common case of `uplink_ingress`. Inlined like [`underlay_xdp`].
 #[xdp(frags)]
 #[inline(always)]
 pub fn uplink_xdp(ctx: XdpContext) -> u32 {
@@ -228,14 +228,14 @@ fn action(verdict: Verdict) -> u32 {
     }
 }
 
-/// Run once by the agent (`BPF_PROG_TEST_RUN`) with a frame of zeros: whether the kernel accepts the flag that takes the
-/// outer header off merged packets.
+/// The agent runs it once (`BPF_PROG_TEST_RUN`) with a frame of zeros, to learn whether the kernel
+/// accepts the flag that removes the outer header of merged packets.
 #[classifier]
 pub fn try_decapsulation(ctx: TcContext) -> i32 {
     Packet::new(&ctx).adjust_room(-4, vxlan::DECAP_L4_UDP) as i32
 }
 
-/// Ingress of the shaper's far end: packets of limited egress IPs go on.
+/// Ingress of the shaper's far end: sends packets of limited egress IPs on.
 #[classifier]
 pub fn shaper_ingress(ctx: TcContext) -> i32 {
     let pkt = Packet::new(&ctx);
@@ -243,8 +243,8 @@ pub fn shaper_ingress(ctx: TcContext) -> i32 {
     settle(&pkt, shaped::receive(&pkt))
 }
 
-/// Run once by the agent (`BPF_PROG_TEST_RUN`) before any other program: sets their clock, and arms the collector's timer, which
-/// from then on needs no agent.
+/// The agent runs it once (`BPF_PROG_TEST_RUN`) before any other program: it sets their clock and
+/// arms the collector's timer, which needs no agent from then on.
 #[classifier]
 pub fn start_collector(_ctx: TcContext) -> i32 {
     collect::start()

@@ -1,7 +1,7 @@
-//! Steps that are global functions: the verifier checks each once, for any packet, instead of on each path that leads to
-//! it. They read again what they need from the packet.
+//! Steps that are global functions: the verifier checks each once, for any packet, instead of on
+//! each path that leads to it. Each step reads the fields that it needs from the packet again.
 
-/// Makes a module `once` with such a function for each step of the module: `name(symbol for IPv4, symbol for IPv6) = step(argument);`.
+/// Creates a module `once` with such a function for each step of the module: `name(symbol for IPv4, symbol for IPv6) = step(argument);`.
 macro_rules! once {
     ($($name:ident ($v4:ident, $v6:ident) = $step:ident ($($arg:ident: $type:ty)?);)*) => {
         /// Steps of this module as global functions.

@@ -1,6 +1,6 @@
 //! A node as Spillway finds and changes it: the kernel's programs and maps ([`datapath`]), and the host's network ([`host`]).
 //!
-//! `egress-core` decides what is to be done, and the agent calls these modules to do it.
+//! `egress-core` makes the decisions, and the agent calls these modules to carry them out.
 
 pub mod datapath;
 pub mod host;

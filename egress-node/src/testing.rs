@@ -1,9 +1,9 @@
-//! For tests, those of the crates above included: what becomes of one that cannot run here.
+//! Test support, also for the crates above: what happens to a test that cannot run here.
 #![allow(clippy::unwrap_used, reason = "only tests use it")]
 
 use std::{fs::OpenOptions, io::Write as _};
 
-/// Reports to the user and to `cargo xtask test` that `test` is skipped, because it needs what this machine or process lacks.
+/// Reports to the user and to `cargo xtask test` that `test` is skipped because this machine or process does not meet its needs.
 pub fn skip(test: &str, needs: &str) {
     let line = format!("SKIP {test}: needs {needs}\n");
     eprint!("{line}");

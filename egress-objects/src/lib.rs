@@ -1,5 +1,5 @@
-//! Kubernetes' objects, between people and the planner: Spillway's kinds and those of others that it reads ([`api`]), what they mean in the
-//! planner's words ([`translate`]), and all of them at once, in both directions ([`snapshot`]).
+//! Kubernetes objects, between users and the planner: Spillway's kinds and the other systems' kinds that it reads ([`api`]), their
+//! meaning in the planner's terms ([`translate`]), and the conversion of all of them together, in both directions ([`snapshot`]).
 
 pub mod api;
 pub mod snapshot;

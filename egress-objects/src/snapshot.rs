@@ -1,7 +1,7 @@
 //! Converts between objects and plans, without any I/O: all objects to a [`Snapshot`], the controller's own objects
 //! back to the plan that they were made from, and a plan to the objects that should exist.
 //!
-//! The objects are the only memory: a starting controller reads the previous plan from them.
+//! The objects are the only memory: a controller that starts reads the previous plan from them.
 
 mod believed;
 mod desired;
@@ -54,9 +54,9 @@ pub struct ApiObjects {
     pub egress_nodes: Vec<Arc<EgressNode>>,
 }
 
-/// The model of all objects, and what could not be understood. Of a pool that has a problem only which nodes have its addresses is known
-/// (`translate::pool::known`), and of a policy what it selects (`translate::policy::read`); one of another system is left out. A node is
-/// read without the part that has the problem.
+/// Returns the model of all objects, and the problems in them. Of a pool with a problem, only the nodes with its
+/// addresses are known (`translate::pool::known`); of a policy, what it selects (`translate::policy::read`); a
+/// policy of another system is omitted. A node is read without the part that has the problem.
 pub fn snapshot(objects: &ApiObjects) -> (Snapshot, Vec<Problem>) {
     let (mut snapshot, mut problems) = (Snapshot::default(), Vec::new());
     let own = objects.pools.iter().map(|object| translate::pool::read(object));
@@ -118,7 +118,7 @@ pub fn snapshot(objects: &ApiObjects) -> (Snapshot, Vec<Problem>) {
     (snapshot, problems)
 }
 
-/// The name and the labels of a namespace.
+/// Returns the name and the labels of a namespace.
 pub fn namespace(object: &Namespace) -> (Arc<str>, Labels) {
     let name = object.metadata.name.as_deref().unwrap_or_default();
     let mut labels = object.metadata.labels.clone().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! From what users and agents write (strings) to the model (types), once. What cannot be understood is reported with
-//! the object, the field and the remedy, and never affects anything else.
+//! Converts what users and agents write (strings) to the model (types), once. A part that cannot be
+//! understood is reported with the object, the field and the remedy, and never affects anything else.
 
 pub mod antrea;
 pub mod cilium;
@@ -46,7 +46,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// The name of an object, with its namespace in front if it has one: `shop/web`.
+/// Returns the name of an object, with its namespace in front if it has one: `shop/web`.
 pub fn name(metadata: &ObjectMeta) -> String {
     let name = metadata.name.clone().unwrap_or_default();
     match &metadata.namespace {
@@ -55,7 +55,7 @@ pub fn name(metadata: &ObjectMeta) -> String {
     }
 }
 
-/// The policies that cannot be carried out because of these problems, each with everything that is wrong with it.
+/// Returns the policies that cannot be carried out because of these problems, each with everything that is wrong with it.
 pub fn refusals(problems: &[Problem]) -> BTreeMap<PolicyId, String> {
     let mut refusals: BTreeMap<PolicyId, String> = BTreeMap::new();
     for problem in problems {
@@ -73,7 +73,7 @@ pub fn refusals(problems: &[Problem]) -> BTreeMap<PolicyId, String> {
     refusals
 }
 
-/// The value, if there was no problem.
+/// Returns the value, if there was no problem.
 fn sound<T>((value, problems): (T, Vec<Problem>)) -> Result<T, Vec<Problem>> {
     if problems.is_empty() { Ok(value) } else { Err(problems) }
 }
@@ -96,7 +96,7 @@ impl Reader {
         self.problems.push(Problem { kind: self.kind, name: self.name.clone(), field, message, remedy });
     }
 
-    /// Parses one text; if it is no `T`, that is a problem with this remedy.
+    /// Parses one text; if it is not a `T`, that is a problem with this remedy.
     fn parse<T: std::str::FromStr>(&mut self, text: &str, field: impl Into<String>, remedy: &str) -> Option<T> {
         let parsed = text.parse().ok();
         if parsed.is_none() {
@@ -105,13 +105,13 @@ impl Reader {
         parsed
     }
 
-    /// The value, if there was no problem.
+    /// Returns the value, if there was no problem.
     fn finish<T>(self, value: T) -> Result<T, Vec<Problem>> {
         sound((value, self.problems))
     }
 
-    /// Reads a selector. An expression that lacks values, or whose operator is unknown, matches nothing. So an invalid policy selects no
-    /// pod that its author did not mean.
+    /// Reads a selector. An expression that lacks values, or whose operator is unknown, matches
+    /// nothing, so that an invalid policy selects no pod that its author did not mean.
     fn selector(&mut self, selector: &LabelSelector, field: &str) -> Selector {
         let labels = selector.match_labels.iter().flatten();
         let mut requirements: Vec<(String, Requirement)> =
@@ -150,8 +150,8 @@ impl Reader {
     }
 }
 
-/// The endpoint that a pod is; `None` for a pod without a node, one that has finished, and one in the host's network,
-/// which has no traffic of its own.
+/// Returns the endpoint of a pod; `None` for a pod without a node, a pod that has finished, and a
+/// pod in the host's network, which has no traffic of its own.
 pub fn endpoint(pod: &Pod) -> Option<Endpoint> {
     let spec = pod.spec.as_ref()?;
     let status = pod.status.as_ref();

@@ -1,7 +1,7 @@
-//! The API server as a log of versions, and what a process has seen of it.
+//! The API server as a log of versions, and a process's view of it.
 //!
-//! Each kind has a watch of its own: a process sees the versions of one kind in their order, and each watch lags independently. A
-//! process that starts lists what some server's cache has, which may be old.
+//! Each kind has its own watch: a process sees the versions of one kind in order, and each watch lags independently. A starting process
+//! lists the objects from a server's cache, which may be stale.
 
 use egress_daemon::agent::facts::ObservedObjects;
 use egress_objects::{
@@ -28,15 +28,15 @@ pub enum Object {
     Lease(Arc<Lease>),
 }
 
-/// The kinds by number.
+/// The number of kinds. The following constants are the indices of some.
 pub const KINDS: usize = 5;
 const EGRESS_IPS: usize = 2;
 pub const EGRESS_NODES: usize = 3;
 pub const LEASES: usize = 4;
-/// How long an agent lists EgressNodes.
+/// The time in which an agent lists all EgressNodes.
 pub const LISTING: Duration = Duration::from_millis(100);
 
-/// The position of a process that has read everything.
+/// The positions in the logs of all kinds.
 pub type Ends = [usize; KINDS];
 
 impl Object {
@@ -103,7 +103,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Creates an object that has no version yet, or replaces the one of that version. `None`: a conflict.
+    /// Creates an object that has no version, or replaces the object that has its version. Returns `None` on a conflict.
     pub fn write(&mut self, mut object: Object) -> Option<Stored> {
         let key = object.key();
         let present = self.current.get(&key).map(|stored| stored.version.to_string());
@@ -118,12 +118,12 @@ impl Server {
         Some(stored)
     }
 
-    /// How many versions of each kind there have been.
+    /// Returns the number of versions of each kind so far.
     pub fn ends(&self) -> Ends {
         std::array::from_fn(|kind| self.log[kind].len())
     }
 
-    /// The versions of EgressNodes after position `from`, which moves past them.
+    /// Returns the versions of EgressNodes after position `from`, and moves `from` past them.
     pub fn egress_nodes(&self, from: &mut usize) -> impl Iterator<Item = &EgressNode> {
         let news = &self.log[EGRESS_NODES][*from..];
         *from += news.len();
@@ -138,20 +138,20 @@ impl Server {
     }
 }
 
-/// What a process has seen.
+/// The objects that a process has seen.
 #[derive(Clone, Default)]
 pub struct Client {
     ends: Ends,
-    /// By kind and name.
+    /// The last version of each object, by kind and name.
     seen: [BTreeMap<String, Stored>; KINDS],
-    /// The agent's node, as long as it follows only some EgressNodes.
+    /// The agent's node while it follows only some EgressNodes.
     part_of: Option<String>,
-    /// Since when it lists all of them.
+    /// The time at which it began to list all EgressNodes.
     listing: Option<Duration>,
 }
 
 impl Client {
-    /// Lists each kind as a starting process does: as it was `late` ago.
+    /// Lists each kind as a starting process does, in the state of `late` ago.
     pub fn list(server: &Server, late: Duration) -> Self {
         let mut client = Self::default();
         let at = server.now.saturating_sub(late);
@@ -160,7 +160,7 @@ impl Client {
         client
     }
 
-    /// The same for the agent of a node.
+    /// Like [`Self::list`] for the agent of a node.
     pub fn list_for_agent(server: &Server, late: Duration, node: &str) -> Self {
         let mut client = Self::list(server, late);
         client.part_of = Some(node.to_owned()).filter(|node| !client.must_follow_all(node));
@@ -174,7 +174,7 @@ impl Client {
         matches!(own, Some(Object::EgressNode(own)) if own.follows_all()) || self.seen[EGRESS_IPS].values().any(names)
     }
 
-    /// Whether an object is one of those that it follows.
+    /// Returns whether the process follows an object.
     fn follows(&self, object: &Object) -> bool {
         match (&self.part_of, object) {
             (Some(node), Object::EgressNode(object)) => object.is_followed_from(node),
@@ -182,17 +182,17 @@ impl Client {
         }
     }
 
-    /// What it follows, by kind and name.
+    /// Returns the objects that it follows, by kind and name.
     fn followed(&self) -> impl Iterator<Item = &Stored> {
         self.seen.iter().flat_map(BTreeMap::values).filter(|stored| self.follows(&stored.object))
     }
 
-    /// Whether it does not follow all EgressNodes.
+    /// Returns whether it follows only some EgressNodes.
     pub fn is_partial(&self) -> bool {
         self.part_of.is_some()
     }
 
-    /// Reads what the watch of a kind has not delivered yet. Returns whether there was anything.
+    /// Delivers the pending versions of a kind's watch. Returns whether there were any.
     pub fn follow(&mut self, server: &Server, kind: usize) -> bool {
         let mut ends = self.ends;
         ends[kind] = server.log[kind].len();
@@ -212,7 +212,7 @@ impl Client {
         }
     }
 
-    /// Takes in a version, unless it knows a later one.
+    /// Records a version unless a later one is known.
     pub fn note(&mut self, stored: Stored) {
         let (kind, name) = stored.object.key();
         if self.seen[kind].get(&name).is_none_or(|seen| seen.version < stored.version) {
@@ -220,12 +220,12 @@ impl Client {
         }
     }
 
-    /// Whether it is listing all EgressNodes, which takes [`LISTING`].
+    /// Returns whether it is listing all EgressNodes, which takes [`LISTING`].
     pub fn is_listing(&self) -> bool {
         self.is_partial() && self.listing.is_some()
     }
 
-    /// Follows all EgressNodes a while after it has to.
+    /// Starts to follow all EgressNodes [`LISTING`] after this has become necessary.
     fn list_all(&mut self, now: Duration) {
         if self.part_of.as_ref().is_none_or(|node| !self.must_follow_all(node)) {
             self.listing = None;
@@ -234,17 +234,17 @@ impl Client {
         }
     }
 
-    /// How many versions of each kind it has seen.
+    /// Returns the number of versions of each kind that it has seen.
     pub fn versions_end(&self) -> Ends {
         self.ends
     }
 
-    /// The versions of everything that it follows, except leases.
+    /// Returns the versions of all objects that it follows, except leases.
     pub fn versions(&self) -> Vec<u64> {
         self.followed().filter(|stored| stored.lease().is_none()).map(|stored| stored.version).collect()
     }
 
-    /// How many versions of leases it has seen.
+    /// Returns the number of versions of leases that it has seen.
     pub fn heard(&self) -> u64 {
         self.ends[LEASES] as u64
     }
@@ -257,7 +257,7 @@ impl Client {
         self.seen[LEASES].get(name).and_then(Stored::lease)
     }
 
-    /// All that a plan is made from; `fixed` has what nobody writes.
+    /// Returns all objects that a plan is made from. `fixed` has the objects that are never written.
     pub fn objects(&self, fixed: &ApiObjects) -> ApiObjects {
         let mut objects = fixed.clone();
         for stored in self.followed() {
@@ -273,14 +273,14 @@ impl Client {
     }
 }
 
-/// What objects mean.
+/// The translated objects, which processes share.
 pub struct SharedObjects {
     pub observed: ObservedObjects,
     /// Changes if the leases of blocks differ from those of the previous read.
     pub leases: u64,
 }
 
-/// Translates objects, once for all processes that have seen the same.
+/// Translates objects, once for all processes that have seen the same versions.
 #[derive(Default)]
 pub struct Reader {
     pub fixed: ApiObjects,

@@ -1,5 +1,5 @@
-//! A controller: `controller::run` and `controller::apply` without partial rounds, events and the statuses that users
-//! read.
+//! A simulated controller: `controller::run` and `controller::apply` without partial rounds, events and the statuses that
+//! users read.
 
 use super::{
     api::{Client, Object, Reader, Stored},
@@ -33,10 +33,10 @@ use std::{
 /// As in `controller::run`.
 const RESYNC: Duration = Duration::from_secs(60);
 
-/// How long a removed node keeps its blocks.
+/// The time for which an absent node keeps its blocks.
 const QUARANTINE: Duration = Duration::from_secs(20);
 
-/// What changes a plan besides the objects, so that blocks change hands in a small cluster as in a full one.
+/// A forced share of blocks, so that blocks change hands in a small cluster as in a full one.
 #[derive(Clone, Copy, Default)]
 pub struct Squeeze(pub Option<u32>);
 
@@ -60,7 +60,7 @@ pub struct Boss {
 
 struct Leading {
     epoch: u64,
-    /// It has read all that its predecessor may have written.
+    /// Whether it has read everything that its predecessor may have written.
     fresh: bool,
     seen: Option<Inputs>,
     failures: u32,
@@ -76,7 +76,7 @@ struct Inputs {
     squeeze: Option<u32>,
 }
 
-/// A round's writes, in stages: each begins when the one before it is over.
+/// A round's writes, in stages. Each stage begins when the previous one is over.
 struct Applying {
     inputs: Inputs,
     stages: VecDeque<Vec<Effect>>,
@@ -85,7 +85,7 @@ struct Applying {
 }
 
 impl Boss {
-    /// A controller that starts.
+    /// Starts a controller.
     pub fn start(identity: String, client: Client, times: Times, now: Duration) -> Self {
         let config = ControllerConfig::new(identity.clone());
         let (duration, renew) = (config.lease_duration, config.renew_every);
@@ -98,19 +98,19 @@ impl Boss {
         self.next.min(self.next_keeper)
     }
 
-    /// The lease's write was answered.
+    /// Handles the answer to a write of the lease.
     pub fn kept(&mut self, now: Duration, stored: Option<&Stored>) {
         self.keeper.wrote(now, stored);
     }
 
-    /// Everything was read.
+    /// Handles the end of a refresh, in which everything was read.
     pub fn refreshed(&mut self) {
         if let Some(leading) = &mut self.leading {
             leading.fresh = true;
         }
     }
 
-    /// A write of a round was answered. For an EgressIP's spec, `then` is the status to write next.
+    /// Handles the answer to a write of a round. For an EgressIP's spec, `then` has the status to write next.
     pub fn wrote(&mut self, stored: Option<Stored>, then: Option<Box<EgressIP>>, now: Duration, out: &mut Vec<Effect>) {
         let Some(leading) = &mut self.leading else { return };
         let Some(applying) = &mut leading.applying else { return };
@@ -130,14 +130,14 @@ impl Boss {
         }
     }
 
-    /// What the loop does after each of its events.
+    /// Runs the steps of the controller's loop that follow each event.
     pub fn turn(&mut self, now: Duration, reader: &mut Reader, squeeze: Squeeze, out: &mut Vec<Effect>) {
         let (write, wake) = self.keeper.turn(now, &self.client);
         self.next_keeper = wake;
         out.extend(write.map(|lease| Effect::Write(Purpose::Lease, lease)));
         self.go_on(now, out);
         if self.leading.as_ref().is_some_and(|leading| leading.applying.is_some() || !leading.fresh) {
-            // The loop waits for the store.
+            // The controller's loop would be waiting for the store.
             self.next = now + RESYNC;
             return;
         }
@@ -201,7 +201,7 @@ impl Boss {
         leading.applying = Some(Applying { inputs, stages, under_way: 0, failed: false });
     }
 
-    /// Objects that all agents begin to follow come first, then egress IPs, then what nodes may use.
+    /// Returns the writes in order: EgressNodes that every agent will follow, EgressIPs, and other EgressNodes.
     fn stages(&self, wanted: Desired) -> VecDeque<Vec<Effect>> {
         let present = self.client.objects(&Default::default());
         let ip = |wanted: EgressIP| {
@@ -233,7 +233,7 @@ impl Boss {
         [shown, ips, others].into()
     }
 
-    /// Begins the next stage of a round when the one before it is over, and ends the round after the last.
+    /// Begins the next stage of a round when the previous one is over, and ends the round after the last.
     fn go_on(&mut self, now: Duration, out: &mut Vec<Effect>) {
         let Some(mut leading) = self.leading.take() else { return };
         while let Some(applying) = leading.applying.as_mut().filter(|applying| applying.under_way == 0) {

@@ -1,4 +1,4 @@
-//! What must hold at every moment.
+//! Checks the invariants that must hold at every moment.
 
 use super::{
     api::SharedObjects,
@@ -17,30 +17,30 @@ use std::{
     time::Duration,
 };
 
-/// If no tables were written, one check in this time is enough.
+/// The interval of checks while no tables are written.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// The longest time in which nobody answers, after the last fault began or ended, and after a carrier has become able to.
+/// The longest time in which no machine may answer, after the last fault began or ended and a carrier has become able.
 const HOLE: Duration = Duration::from_millis(500);
-/// The longest time in which two carriers that hear each other both answer.
+/// The longest time in which two connected carriers may both answer.
 const BOTH: Duration = Duration::from_secs(2);
 /// How long a machine must have been healthy to count as a live and reachable carrier.
 const WELL: Duration = Duration::from_secs(1);
-/// The same after it has lost its lease while others had theirs: `reach::READ`, and the time to find out.
+/// The same after it has lost its lease while others had theirs: `reach::READ`, and the time to detect it.
 const READ: Duration = Duration::from_millis(5_500);
 
-/// What was seen so far.
+/// The state of the checks.
 #[derive(Default)]
 struct Checks {
-    /// Of each machine.
+    /// The health of each machine.
     health: Vec<Health>,
-    /// When each machine held its lease last.
+    /// The last time at which each machine held its lease.
     held: Vec<Option<Duration>>,
-    /// Since when nobody answers, and since when also no able carrier waits for one that does not know that it is its turn.
+    /// Since when no machine answers, and since when, in addition, not all able carriers wait for one that does not know its turn.
     holes: BTreeMap<IpAddr, (Duration, Duration)>,
     both: BTreeMap<(IpAddr, usize, usize), Duration>,
     answering: BTreeMap<IpAddr, Vec<usize>>,
     last_look: Duration,
-    /// Writes of tables up to the last check, and up to the last check of the tables.
+    /// The numbers of writes of tables up to the last check, and up to the last check of the tables.
     writes: u64,
     checked: u64,
     last_fault: Duration,
@@ -48,22 +48,22 @@ struct Checks {
     read: usize,
 }
 
-/// What is known of a machine.
+/// The health of a machine.
 #[derive(Clone, Copy, Default)]
 struct Health {
-    /// Since when nothing is wrong with it.
+    /// Since when it is healthy.
     well: Duration,
-    /// When its agent held its lease last.
+    /// The last time at which its agent held its lease.
     held: Option<Duration>,
-    /// Since when it holds it.
+    /// Since when it holds its lease.
     holds: Option<Duration>,
-    /// While it has no lease: when nobody last had one.
+    /// While it has no lease, the last time at which no other machine had one.
     nobody: Option<Duration>,
-    /// It has lost the lease while others could have theirs.
+    /// Whether it has lost its lease while others could have theirs.
     lost: bool,
 }
 
-/// Runs a cluster until its end, or until something does not hold.
+/// Runs a cluster until its end, or until an invariant is violated.
 pub fn run(mut cluster: SimCluster) -> Result<(), String> {
     let machines = cluster.machines.len();
     let (health, held) = (vec![Health::default(); machines], vec![None; machines]);
@@ -76,7 +76,7 @@ pub fn run(mut cluster: SimCluster) -> Result<(), String> {
 }
 
 impl Checks {
-    /// Looks at everything.
+    /// Checks all invariants.
     fn look(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
         let now = cluster.now;
         let writes = cluster.machines.iter().map(|machine| machine.kernel.writes).sum();
@@ -111,7 +111,7 @@ impl Checks {
         Ok(())
     }
 
-    /// Checks that everything works after everything has been healthy for long.
+    /// Checks that everything works at the end, after all machines have been healthy for a long time.
     fn finish(&mut self, cluster: &mut SimCluster) -> Result<(), String> {
         let Some(observed) = truth(cluster) else { return Err("there is no plan".into()) };
         for (ip, e) in &observed.plan.egress_ips {
@@ -141,7 +141,7 @@ impl Checks {
         let (now, machine) = (cluster.now, &cluster.machines[n]);
         let health = &mut self.health[n];
         let Some(agent) = machine.agent.as_ref().filter(|_| runs(cluster, n)) else {
-            // A frozen agent takes part in nothing: it does not know whether others had a lease when its own ended.
+            // A frozen agent does not know whether others had a lease when its own ended.
             let frozen = machine.agent.as_ref().is_some_and(|agent| !agent.holds(now));
             *health = Health { well: now, lost: health.lost || frozen, ..Health::default() };
             return;
@@ -161,7 +161,7 @@ impl Checks {
             Some(held) => now > held + Duration::from_millis(250),
             None => now > agent.start + cluster.times.lease,
         };
-        // If nobody holds one, the API server is unreachable. Once it is back, each has one lease duration.
+        // If no other machine holds a lease, the API server is unreachable. Once it is back, each agent has one lease duration.
         let others = self.held.iter().enumerate();
         let others = others.filter(|(m, _)| *m != n).any(|(_, held)| held.is_some_and(|held| now < held + HOLE));
         health.nobody = if late && !others { Some(now) } else { health.nobody.filter(|_| late) };
@@ -170,7 +170,7 @@ impl Checks {
         health.lost &= health.holds.is_none_or(|since| now < since + READ);
     }
 
-    /// Since when a machine has been a live and reachable carrier.
+    /// Returns since when a machine has been a live and reachable carrier, or `None` if it is not.
     fn able_since(&self, cluster: &SimCluster, n: usize, ip: IpAddr) -> Option<Duration> {
         let (health, machine) = (&self.health[n], &cluster.machines[n]);
         let read = machine.agent.as_ref()?.observed.plan.egress_ips.get(&ip)?;
@@ -228,12 +228,12 @@ impl Checks {
         }
     }
 
-    /// Checks that a node uses a block only with carriers that have said that they know it, that have reported its egress IP, and that have
-    /// the block in their tables.
+    /// Checks that a node uses a block only with carriers that have confirmed the block, have reported its egress IP, and have the block in
+    /// their tables.
     fn check_carriers(&self, c: &SimCluster) -> Result<(), String> {
         for (n, machine) in c.machines.iter().enumerate() {
             let Some(tables) = machine.kernel.tables.as_ref() else { continue };
-            // What it has read may be old.
+            // The objects that it has read may be stale.
             let late = c.now < self.health[n].well + WELL;
             for (ip, entry) in tables.egress.iter().filter(|(_, entry)| !entry.blocks.is_empty()) {
                 for carrier in entry.used.iter().filter(|name| **name != machine.name) {
@@ -264,7 +264,7 @@ impl Checks {
     }
 }
 
-/// The plan that is in the API server.
+/// Returns the objects and the plan in the API server.
 fn truth(cluster: &mut SimCluster) -> Option<Rc<SharedObjects>> {
     cluster.refresh_truth();
     cluster.truth.clone()
@@ -274,12 +274,12 @@ fn answers(machine: &SimHost, ip: IpAddr, now: Duration) -> bool {
     machine.powered && machine.uplink_faults == 0 && machine.kernel.answers(ip, now)
 }
 
-/// Whether a machine's agent runs.
+/// Returns whether a machine's agent runs.
 fn runs(c: &SimCluster, n: usize) -> bool {
     c.machines[n].powered && c.machines[n].agent.is_some() && c.processes[n].frozen == 0
 }
 
-/// Whether a machine is connected with any other that concerns it: a carrier of what it carries whose programs answer, or a node that
+/// Returns whether a machine is connected with a relevant machine: another carrier of its egress IPs whose programs answer, or a node that
 /// probes it.
 fn is_touched(c: &SimCluster, n: usize) -> bool {
     if c.cuts.values().all(|faults| *faults == 0) && c.machines.iter().all(|machine| machine.powered) {
@@ -298,8 +298,8 @@ fn is_touched(c: &SimCluster, n: usize) -> bool {
     })
 }
 
-/// Whether a carrier waits for an earlier one that does not know that it is its turn, because its agent does not run or does not read. Its
-/// programs report it as able until the deadline, or until it has lost its lease.
+/// Returns whether a carrier waits for an earlier one that does not know its turn because its agent does not run or cannot read. The
+/// earlier carrier's programs report it as able until the deadline, or until it has lost its lease.
 fn waits(c: &SimCluster, n: usize, ip: IpAddr) -> bool {
     let Some(read) = c.machines[n].agent.as_ref().and_then(|agent| agent.observed.plan.egress_ips.get(&ip)) else {
         return false;
@@ -313,13 +313,13 @@ fn waits(c: &SimCluster, n: usize, ip: IpAddr) -> bool {
     })
 }
 
-/// Whether two machines are partitioned, or one of them has no agent that could hear of anything.
+/// Returns whether two machines are partitioned, or the agent of one does not run or is offline.
 fn are_parted(c: &SimCluster, a: usize, b: usize) -> bool {
     let deaf = |n: usize| !runs(c, n) || !c.is_online(n);
     deaf(a) || deaf(b) || !c.is_linked(a, b) || !c.is_linked(b, a)
 }
 
-/// Checks that no block is used, or may be used, by two nodes.
+/// Checks that no block is used by two nodes or usable on two nodes.
 fn check_holders(cluster: &SimCluster) -> Result<(), String> {
     let mut holders: BTreeMap<IpAddr, [Option<&NodeName>; port_block::COUNT as usize]> = BTreeMap::new();
     for machine in &cluster.machines {
@@ -338,13 +338,13 @@ fn check_holders(cluster: &SimCluster) -> Result<(), String> {
     Ok(())
 }
 
-/// The highest revision of some blocks.
+/// Returns the highest revision of some blocks' leases.
 fn highest(leases: Option<&egress_core::plan::Blocks>, blocks: &[u16]) -> u64 {
     let leases = leases.into_iter().flat_map(|leases| blocks.iter().filter_map(|block| leases.get(block)));
     leases.map(|lease| lease.revision).max().unwrap_or(0)
 }
 
-/// A block that a carrier would drop although it is able to carry.
+/// Returns a block whose packets an able carrier would drop.
 fn missing(c: &SimCluster, carrier: &NodeName, ip: IpAddr, of: &SimHost, blocks: &[u16]) -> Option<u16> {
     let machine = &c.machines[c.index(carrier)?];
     let able = machine.powered && c.now < machine.kernel.able_until;

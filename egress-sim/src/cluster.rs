@@ -26,23 +26,23 @@ pub struct SimHost {
     pub powered: bool,
     pub kernel: Kernel,
     pub agent: Option<SimAgent>,
-    /// By node that asked: the highest revision up to which it has ever confirmed that node's leases.
+    /// For each probing node, the highest revision up to which this machine has ever confirmed that node's leases.
     pub said: BTreeMap<NodeName, u64>,
-    /// How many faults hold its uplink down.
+    /// The number of faults that hold its uplink down.
     pub uplink_faults: u32,
 }
 
-/// The state that every process has, agent or controller.
+/// The common state of agent and controller processes.
 #[derive(Default)]
 pub struct Process {
     pub incarnation: u32,
     pub frozen: u32,
-    /// How many faults keep it from the API server.
+    /// The number of faults that keep it from the API server.
     pub api_faults: u32,
     pub wake: Option<Duration>,
-    /// What came while it was frozen.
+    /// The events that came while it was frozen.
     pub backlog: Vec<SimEvent>,
-    /// Which watches are about to deliver something.
+    /// Whether each kind's watch has a pending delivery.
     pub told: [bool; KINDS],
 }
 
@@ -57,32 +57,32 @@ pub struct SimCluster {
     pub machines: Vec<SimHost>,
     pub processes: Vec<Process>,
     pub bosses: Vec<Option<Boss>>,
-    /// How many faults cut the underlay from one machine to another.
+    /// The number of faults that cut the underlay from one machine to another.
     pub cuts: BTreeMap<(usize, usize), u32>,
-    /// How many faults keep everybody from the API server.
+    /// The number of faults that keep all processes from the API server.
     pub api_faults: u32,
-    /// Packets of 1,000 that the underlay loses, and its longest delay in ms.
+    /// The underlay's packet loss in 1/1,000, and its longest delay in ms.
     pub loss: u64,
     pub delay: u64,
     /// The longest delays of a request and of a watch in ms.
     pub request_delay: u64,
     pub watch_delay: u64,
     pub squeeze: Squeeze,
-    /// Agents follow only the EgressNodes that they need, as where other objects name all networks of pods.
+    /// Whether agents follow only the EgressNodes that they need, as in clusters whose pod networks are all named by other objects.
     pub selective: bool,
     pub faults: Vec<Planned>,
     pub trace: bool,
     end: Duration,
-    /// What is in the API server, and all that has been written up to it.
+    /// The objects in the API server, as last read by `observer`.
     pub truth: Option<Rc<SharedObjects>>,
     observer: Client,
 }
 
-/// How long a request without an answer takes.
+/// The timeout of a request.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 impl SimCluster {
-    /// Makes an empty cluster; `scenario` sets its faults and objects.
+    /// Creates an empty cluster. `scenario` sets its faults and objects.
     pub fn new(rng: Rng, times: Times, machines: Vec<SimHost>, end: Duration) -> Self {
         let processes = (0..machines.len() + 2).map(|_| Process::default()).collect();
         Self {
@@ -112,7 +112,7 @@ impl SimCluster {
         }
     }
 
-    /// Reads what is in the API server now.
+    /// Reads the current objects of the API server.
     pub fn refresh_truth(&mut self) {
         let ends = self.server.ends();
         let before = self.observer.versions_end();
@@ -128,7 +128,7 @@ impl SimCluster {
         }
     }
 
-    /// Starts the faults, the processes and the pods' connections.
+    /// Schedules the faults, the start of the processes and the pods' connections.
     pub fn begin(&mut self) {
         for n in 0..self.faults.len() {
             let Planned { from, until, .. } = self.faults[n];
@@ -145,7 +145,7 @@ impl SimCluster {
         }
     }
 
-    /// Processes the next event. `false` at the end.
+    /// Processes the next event. Returns `false` at the end.
     pub fn step(&mut self) -> bool {
         let Some(Scheduled { at, event, .. }) = self.queue.pop().filter(|next| next.at <= self.end) else {
             return false;
@@ -201,12 +201,12 @@ impl SimCluster {
         }
     }
 
-    /// Whether a process reaches the API server.
+    /// Returns whether a process reaches the API server.
     pub fn is_online(&self, process: usize) -> bool {
         self.api_faults == 0 && self.processes[process].api_faults == 0
     }
 
-    /// Whether packets go from one machine to another.
+    /// Returns whether the underlay connects one machine to another in this direction.
     pub fn is_linked(&self, from: usize, to: usize) -> bool {
         self.cuts.get(&(from, to)).is_none_or(|faults| *faults == 0)
     }
@@ -215,7 +215,7 @@ impl SimCluster {
         self.machines.iter().position(|machine| machine.name == *name)
     }
 
-    /// Runs `what` in a process, carries out what it wants, and schedules when it wakes.
+    /// Runs `what` in a process, carries out its effects, and schedules its next wake-up.
     pub fn act(&mut self, process: usize, what: impl FnOnce(&mut SimAgent, &mut Hands<'_>)) {
         let mut effects = Vec::new();
         let next = match self.machines.get_mut(process) {
@@ -236,7 +236,7 @@ impl SimCluster {
         self.carry_out(process, effects);
         let next = next.max(self.now + Duration::from_micros(100));
         let incarnation = self.processes[process].incarnation;
-        // One event for a time is enough.
+        // One event for each time is enough.
         if self.processes[process].wake.replace(next) != Some(next) {
             self.at(next, SimEvent::Wake(process, incarnation));
         }
@@ -265,7 +265,7 @@ impl SimCluster {
         }
     }
 
-    /// Whether a packet gets from one machine to another.
+    /// Returns whether a packet gets from one machine to another, with random loss.
     fn passes(&mut self, from: usize, to: usize) -> bool {
         self.is_linked(from, to) && self.machines[from].powered && !self.rng.chance(self.loss)
     }
@@ -315,7 +315,7 @@ impl SimCluster {
         self.after(delay, SimEvent::Response(process, incarnation, purpose, response));
     }
 
-    /// A version of a kind was written: notifies each of its watches, each at its own time.
+    /// Notifies all watches of a kind of a new version, each at a random time.
     pub fn notify_watches(&mut self, kind: usize) {
         for process in 0..self.processes.len() {
             if !std::mem::replace(&mut self.processes[process].told[kind], true) {
@@ -325,7 +325,7 @@ impl SimCluster {
         }
     }
 
-    /// A process reaches the API server again: restarts its watches one by one.
+    /// Restarts the watches of a process that reaches the API server again, each at a random time.
     pub fn resume_watches(&mut self, process: usize) {
         for kind in 0..KINDS {
             self.processes[process].told[kind] = true;

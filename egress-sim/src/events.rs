@@ -1,4 +1,4 @@
-//! What processes want, and what happens to them.
+//! The effects that processes request, and the events that they receive.
 
 use super::api::{Ends, Object, Stored};
 use egress_core::{
@@ -11,36 +11,36 @@ use std::{
     time::Duration,
 };
 
-/// What a process wants done.
+/// An effect that a process requests.
 pub enum Effect {
     Probe(NodeName, Request),
     Write(Purpose, Object),
-    /// Read everything as it is now.
+    /// Reads all current objects.
     Refresh,
 }
 
-/// What a write is for.
+/// The purpose of a write.
 #[derive(Clone)]
 pub enum Purpose {
     Status,
     Lease,
     Release,
-    /// A plan's; with the EgressIP whose status is to follow.
+    /// A plan's object, with the EgressIP whose status is to be written next.
     Plan(Option<Box<EgressIP>>),
 }
 
-/// What happens. Processes are the agents of all nodes by number, then the controllers.
+/// An event. Processes are numbered: first the agents of all nodes, then the controllers.
 pub enum SimEvent {
-    /// A process wakes by its timer, if it still is this incarnation.
+    /// The timer of a process fires, if the process still is this incarnation.
     Wake(usize, u32),
-    /// It starts, as soon as it can read the objects.
+    /// A process starts as soon as it can read the objects.
     Start(usize, u32),
-    /// Its watch of a kind delivers something.
+    /// A process's watch of a kind delivers its pending versions.
     Watch(usize, u32, usize),
-    /// A request arrives at the API server: a write, or else a read of everything.
+    /// A request arrives at the API server: a write, or without one a read of everything.
     Request(usize, u32, Option<(Purpose, Object)>),
     Response(usize, u32, Option<Purpose>, Response),
-    /// A probe arrives at a gateway, from a node with a number.
+    /// A probe of the first machine arrives at the second.
     Probe(usize, usize, Request),
     Answer(usize, Answered),
     Fault(usize, bool),
@@ -48,8 +48,8 @@ pub enum SimEvent {
     Traffic(usize),
 }
 
-/// An event with its time. The greatest one happens first: the earliest, and among those of the same time the one that was
-/// scheduled first.
+/// An event with its time. The greatest value is processed first: the earliest event, and of simultaneous events the one
+/// that was scheduled first.
 pub struct Scheduled {
     pub at: Duration,
     pub number: u64,

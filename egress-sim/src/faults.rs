@@ -1,17 +1,17 @@
-//! What goes wrong, drawn by a seed.
+//! The faults of a run, drawn from a seed.
 
 use super::rng::Rng;
 use std::time::Duration;
 
 #[derive(Clone, Debug)]
 pub enum Fault {
-    /// A machine has no power; then it boots with empty maps.
+    /// A machine loses power, and afterwards boots with empty maps.
     Power(usize),
-    /// An agent is gone, killed or stopped.
+    /// An agent is killed or stopped, and starts again afterwards.
     Agent { node: usize, stopped: bool },
-    /// A process does not run.
+    /// A process is frozen.
     Frozen(usize),
-    /// A controller is gone.
+    /// A controller is killed, and starts again afterwards.
     Controller(usize),
     /// A gateway's uplink has no carrier.
     Uplink(usize),
@@ -21,7 +21,7 @@ pub enum Fault {
     Link { ends: [usize; 2], both: bool },
     /// A process does not reach the API server.
     Offline(usize),
-    /// No process reaches it.
+    /// No process reaches the API server.
     ApiServer,
     /// A machine is cordoned.
     Cordon(usize),
@@ -29,7 +29,7 @@ pub enum Fault {
     Weather { loss: u64, delay: u64 },
     /// Requests and watches are slow.
     Slow { request: u64, watch: u64 },
-    /// Nodes are told to give blocks back.
+    /// The plan makes nodes return blocks.
     Squeeze(u32),
 }
 
@@ -41,7 +41,7 @@ pub struct Planned {
 }
 
 impl Fault {
-    /// Any faults, each between `from` and `until`.
+    /// Draws random faults, each between `from` and `until`.
     pub fn draw(rng: &mut Rng, gateways: usize, machines: usize, from: Duration, until: Duration) -> Vec<Planned> {
         let span = (until - from).as_millis() as u64;
         let mut planned = Vec::new();

@@ -1,4 +1,4 @@
-//! What `store::lease::LeaseKeeper` does around an elector: one write at a time.
+//! The counterpart of `store::lease::LeaseKeeper`, which runs an elector with one write at a time.
 
 use super::api::{Client, Object, Stored};
 use egress_daemon::store::{
@@ -11,11 +11,11 @@ use std::{sync::Arc, time::Duration};
 pub struct Keeper {
     terms: LeaseTerms,
     elector: Elector,
-    /// When the write that is under way was begun.
+    /// The time at which the pending write was begun.
     writing: Option<Duration>,
 }
 
-/// The wall-clock time that a lease shows.
+/// Returns the wall-clock time for a lease.
 fn wall(now: Duration) -> Timestamp {
     Timestamp::from_microsecond(now.as_micros() as i64).unwrap()
 }
@@ -26,7 +26,7 @@ impl Keeper {
         Self { elector: Elector::new(terms.clone()), terms, writing: None }
     }
 
-    /// One turn: what to write, and when to ask again.
+    /// Runs one turn. Returns the lease to write, if any, and the time of the next turn.
     pub fn turn(&mut self, now: Duration, client: &Client) -> (Option<Object>, Duration) {
         if let Some(began) = self.writing {
             if now < began + self.terms.duration / 2 {
@@ -46,7 +46,7 @@ impl Keeper {
         }
     }
 
-    /// Takes the result of a write.
+    /// Handles the result of a write.
     pub fn wrote(&mut self, now: Duration, stored: Option<&Stored>) {
         let Some(began) = self.writing.take() else { return };
         match stored.map(|stored| &stored.object) {
@@ -55,22 +55,22 @@ impl Keeper {
         }
     }
 
-    /// The epoch of the lease, if it is held.
+    /// Returns the epoch of the lease if it is held.
     pub fn held(&self, now: Duration) -> Option<u64> {
         self.elector.holds(now)
     }
 
-    /// Until when it is held.
+    /// Returns the time until which it is held.
     pub fn until(&self) -> Option<Duration> {
         self.elector.until()
     }
 
-    /// Releases it. Returns what to write for that.
+    /// Releases the lease. Returns the object to write, if any.
     pub fn release(mut self) -> Option<Object> {
         Some(Object::Lease(Arc::new(*self.elector.release()?)))
     }
 
-    /// Whether somebody holds a lease.
+    /// Returns whether `identity` holds a lease.
     pub fn is_holder(lease: &Lease, identity: &str) -> bool {
         lease.spec.as_ref().and_then(|spec| spec.holder_identity.as_deref()) == Some(identity)
     }

@@ -1,11 +1,11 @@
-//! A simulated cluster: the decisions of all agents and of two controllers, in virtual time, over a network and an API server that fail as
-//! a seed determines.
+//! A simulated cluster: the decisions of all agents and of two controllers, in virtual time, over a network and an API server whose faults
+//! follow from a seed.
 //!
-//! The decisions are made by the code that runs in the agent and the controller: carriers, reach, blocks, probes, leases, electors,
-//! planner and the objects in between. Only what they depend on is simulated: a kernel's maps, which outlive the agent; probes; the API
-//! server's versions, watches and conflicts; time. ARCHITECTURE.md, "The simulated cluster", says what is checked.
+//! The real code of the agent and the controller makes the decisions: carriers, reach, blocks, probes, leases, electors, planner and the
+//! objects in between. Only their environment is simulated: a kernel's maps, which outlive the agent; probes; the API server's versions,
+//! watches and conflicts; time. ARCHITECTURE.md, "The simulated cluster", lists the checked invariants.
 //!
-//! `SPILLWAY_SIM_SEED=N` replays one seed and prints what happens; `SPILLWAY_SIM_SEEDS=N` sets how many are tried.
+//! `SPILLWAY_SIM_SEED=N` replays one seed and prints its events; `SPILLWAY_SIM_SEEDS=N` sets the number of seeds.
 
 #![cfg(test)]
 
@@ -28,7 +28,7 @@ use std::{
     time::Instant,
 };
 
-/// How many seeds are tried by default; `cargo xtask test` tries 1,000.
+/// The default number of seeds; `cargo xtask test` runs 1,000.
 const SEEDS: u64 = 50;
 
 fn number(variable: &str) -> Option<u64> {

@@ -1,4 +1,4 @@
-//! Processes start, end and run again.
+//! Starts, ends and thaws processes.
 
 use super::{
     api::{Client, KINDS},
@@ -9,7 +9,7 @@ use super::{
 };
 use std::time::Duration;
 
-/// The greatest age of what a starting process lists, in ms.
+/// The greatest age of the objects that a starting process lists, in ms.
 const STALE: u64 = 1000;
 
 impl SimCluster {
@@ -43,12 +43,12 @@ impl SimCluster {
                 self.bosses[process - nodes] = Some(Boss::start(identity, client, times, now));
             }
         }
-        // The watches continue from there.
+        // The watches continue from the listed versions.
         self.resume_watches(process);
         self.act(process, |agent, hands| agent.turn(hands));
     }
 
-    /// Ends a process; it starts again after a time.
+    /// Ends a process, and starts it again after `after`.
     pub fn restart(&mut self, process: usize, after: Duration) {
         self.kill(process);
         let incarnation = self.processes[process].incarnation;
@@ -68,7 +68,7 @@ impl SimCluster {
         }
     }
 
-    /// A frozen process runs again: it takes answers to probes first, then what else came.
+    /// Resumes a frozen process. It handles answers to probes first, then all other events that came meanwhile.
     pub fn thaw(&mut self, process: usize) {
         let backlog = std::mem::take(&mut self.processes[process].backlog);
         let (answers, rest): (Vec<SimEvent>, Vec<SimEvent>) =

@@ -1,5 +1,5 @@
-//! A node: its kernel's state, which outlives the agent, and the agent, which has a real agent's state machine. Only what others
-//! can see is carried out: tables, probes, heartbeats, the lease and the status.
+//! A node: its kernel's state, which outlives the agent, and the agent, which has a real agent's state machine. The simulation carries
+//! out only actions that others can observe: tables, probes, heartbeats, the lease and the status.
 
 use super::{
     api::{Client, Object, Reader, SharedObjects},
@@ -31,48 +31,48 @@ use egress_daemon::{
 use egress_objects::api::EgressNode;
 use std::{collections::BTreeMap, net::IpAddr, rc::Rc, sync::Arc, time::Duration};
 
-/// The uplink of each node, and the interface of its pod.
+/// The indices of each node's uplink and of its pod's interface.
 const UPLINK: u32 = 2;
 const POD: u32 = 3;
-/// The most machines of a cluster.
+/// The maximum number of machines of a cluster.
 const MACHINES: u8 = 8;
 
-/// How long things last in this cluster.
+/// The time settings of a cluster.
 #[derive(Clone, Copy)]
 pub struct Times {
     pub lease: Duration,
-    /// The controllers' own setting: shorter where they have a new configuration that the agents do not have yet.
+    /// The controllers' own setting, which is shorter if they have a new configuration that the agents do not have yet.
     pub lease_of_controllers: Duration,
     pub renew: Duration,
     pub deadline: Duration,
 }
 
-/// What the tables say of an egress IP.
+/// The tables' entry of an egress IP.
 #[derive(Clone, Default, PartialEq)]
 pub struct Entry {
     pub forwards: bool,
     pub answers: bool,
     pub used: Vec<NodeName>,
-    /// In order.
+    /// The usable blocks, in order.
     pub blocks: Vec<u16>,
 }
 
-/// The maps as they were written.
+/// The maps as they were last written.
 pub struct SimTables {
     pub observed: Rc<SharedObjects>,
     pub egress: BTreeMap<IpAddr, Entry>,
-    /// The revision up to which they have each node's leases.
+    /// The revision up to which the tables have each node's leases.
     pub known_leases: BTreeMap<NodeName, u64>,
 }
 
-/// What outlives the agent, but not the machine.
+/// The state that outlives the agent, but not the machine's power.
 #[derive(Default)]
 pub struct Kernel {
     pub tables: Option<SimTables>,
-    /// Until when the node is able to carry egress IPs, and holds its lease.
+    /// Until when the node is able to carry egress IPs, and until when it holds its lease.
     pub able_until: Duration,
     pub held_until: Duration,
-    /// Probes answered.
+    /// The number of answered probes.
     pub asked: u64,
     pub flows: Vec<Used>,
     /// Grows with each change of the tables.
@@ -80,7 +80,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Whether it answers ARP.
+    /// Returns whether it answers ARP for an egress IP.
     pub fn answers(&self, ip: IpAddr, now: Duration) -> bool {
         let entry = self.tables.as_ref().and_then(|tables| tables.egress.get(&ip));
         now < self.able_until && entry.is_some_and(|entry| entry.answers && entry.forwards)
@@ -101,18 +101,18 @@ pub struct SimAgent {
     next_keeper: Duration,
 }
 
-/// What a turn of an agent may touch.
+/// The parts of the simulation that a turn of an agent may use.
 pub struct Hands<'a> {
     pub now: Duration,
     pub kernel: &'a mut Kernel,
-    /// The uplink is up.
+    /// Whether the uplink is up.
     pub connected: bool,
     pub reader: &'a mut Reader,
     pub effects: &'a mut Vec<Effect>,
 }
 
 impl SimAgent {
-    /// An agent that has read the objects, and carries out its first round.
+    /// Starts an agent: reads the objects and carries out the first round.
     pub fn start(node: NodeName, times: Times, client: Client, hands: &mut Hands<'_>) -> Self {
         let now = hands.now;
         let tables = || hands.kernel.tables.iter().flat_map(|tables| &tables.egress);
@@ -142,7 +142,7 @@ impl SimAgent {
         agent
     }
 
-    /// The objects have changed.
+    /// Handles a change of the objects.
     pub fn read(&mut self, hands: &mut Hands<'_>) {
         let observed = hands.reader.read(&self.client);
         if !Rc::ptr_eq(&observed, &self.observed) {
@@ -152,13 +152,13 @@ impl SimAgent {
         self.turn(hands);
     }
 
-    /// A probe was answered.
+    /// Handles the answer to a probe.
     pub fn answer(&mut self, answer: &Answered, hands: &mut Hands<'_>) {
         self.machine.handle_probe(answer, hands.now - self.start);
         self.turn(hands);
     }
 
-    /// A write was answered.
+    /// Handles the answer to a write.
     pub fn wrote(&mut self, purpose: &Purpose, done: bool, hands: &mut Hands<'_>) {
         match purpose {
             Purpose::Status => self.machine.handle_status(done),
@@ -172,12 +172,12 @@ impl SimAgent {
         self.read(hands);
     }
 
-    /// Whether it holds its lease.
+    /// Returns whether it holds its lease.
     pub fn holds(&self, now: Duration) -> bool {
         self.keeper.as_ref().is_some_and(|keeper| keeper.held(now).is_some())
     }
 
-    /// The keeper of the lease, which is a task of its own.
+    /// Returns the keeper of the lease, which is a separate task in a real agent.
     pub fn keeper(&mut self) -> Option<&mut Keeper> {
         self.keeper.as_mut()
     }
@@ -190,7 +190,7 @@ impl SimAgent {
         }
     }
 
-    /// What the loop does after each of its events.
+    /// Runs the steps of the agent's loop that follow each event.
     pub fn turn(&mut self, hands: &mut Hands<'_>) {
         self.keep(hands);
         self.machine.handle_links(self.links[usize::from(hands.connected)].clone());
@@ -206,7 +206,7 @@ impl SimAgent {
         if self.keeper.is_some() { machine.min(self.next_keeper) } else { machine }
     }
 
-    /// It is stopped, not killed.
+    /// Stops the agent in an orderly way, in contrast to killing it.
     pub fn stop(&mut self, hands: &mut Hands<'_>) {
         if self.machine.handle_stop(hands.now - self.start) {
             self.carry_all_out(hands);
@@ -322,7 +322,7 @@ fn settings(times: Times) -> MachineSettings {
     }
 }
 
-/// The links of a node, whose uplink is up or not.
+/// Returns the links of a node. `up` says whether its uplink is up.
 fn links(up: bool) -> LinkTable {
     let addresses = vec!["192.0.2.254/24".parse().unwrap()];
     let uplink = Link { carrier: up, addresses, ..link(UPLINK, "eth0") };
@@ -335,7 +335,7 @@ fn links(up: bool) -> LinkTable {
     }
 }
 
-/// An agent that cannot read the objects yet extends an earlier one's deadline.
+/// Extends an earlier agent's deadline while an agent cannot read the objects yet.
 pub fn while_waiting(kernel: &mut Kernel, now: Duration, length: Duration) {
     let ns = |d: Duration| d.as_nanos() as u64;
     if let Some(until) = able::renewed(ns(kernel.able_until), ns(now), length) {

@@ -17,22 +17,22 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// A number less than `end`.
+    /// Returns a number less than `end`.
     pub fn below(&mut self, end: u64) -> u64 {
         self.next() % end.max(1)
     }
 
-    /// The same as an index.
+    /// Returns an index less than `end`.
     pub fn index(&mut self, end: usize) -> usize {
         self.below(end as u64) as usize
     }
 
-    /// True with a probability of `permille` in 1,000.
+    /// Returns true with a probability of `permille` in 1,000.
     pub fn chance(&mut self, permille: u64) -> bool {
         self.below(1000) < permille
     }
 
-    /// Any time from `least` to `most`, in ms.
+    /// Returns a time between `least` and `most`, which are in ms.
     pub fn ms(&mut self, least: u64, most: u64) -> Duration {
         let span = (most - least) * 1000 + 1;
         Duration::from_micros(least * 1000 + self.below(span))

@@ -1,4 +1,4 @@
-//! The cluster of a seed: machines, pools, policies, pods and faults.
+//! Makes the cluster of a seed: machines, pools, policies, pods and faults.
 
 use super::{
     api::Object,
@@ -11,7 +11,7 @@ use egress_objects::snapshot::ApiObjects;
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
 
-/// Nothing fails before this time.
+/// The time before which there are no faults.
 const CALM: Duration = Duration::from_secs(7);
 
 fn read<T: serde::de::DeserializeOwned>(value: Value) -> Arc<T> {
@@ -23,7 +23,7 @@ fn spillway(kind: &str, name: &str, spec: Value) -> Value {
     json!({"apiVersion": "spillway.io/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec})
 }
 
-/// A pool whose carriers answer one by one, and one whose flows are spread over all carriers.
+/// Returns a pool with `outbound: Owner` and one with `outbound: Spread`, and a policy for each.
 fn fixed(rng: &mut Rng, gateways: usize) -> ApiObjects {
     let pool = |n: usize, outbound: &str, carriers: u64| {
         let range = json!([{"start": format!("192.0.2.{}", 16 * n + 1), "end": format!("192.0.2.{}", 16 * n + 9)}]);
@@ -53,7 +53,7 @@ fn fixed(rng: &mut Rng, gateways: usize) -> ApiObjects {
     }
 }
 
-/// The cluster of a seed.
+/// Returns the cluster of a seed.
 pub fn cluster(seed: u64, trace: bool) -> SimCluster {
     let mut rng = Rng::new(seed);
     let gateways = 2 + rng.index(3);

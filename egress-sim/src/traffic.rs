@@ -1,17 +1,17 @@
-//! Connections of pods, reduced to the ports that they use.
+//! Simulates connections of pods, reduced to the ports that they use.
 
 use super::{cluster::SimCluster, events::SimEvent};
 use egress_common::port_block;
 use egress_core::agent::ports::Used;
 
 impl SimCluster {
-    /// Pods of a node end connections and begin others, each with a port of a block that is usable, and do so again after a while.
+    /// Ends and begins connections of a node's pods, each with a port of a usable block, and schedules the next call.
     pub fn traffic(&mut self, n: usize) {
         let delay = self.rng.ms(500, 2000);
         self.after(delay, SimEvent::Traffic(n));
         let rng = &mut self.rng;
         let kernel = &mut self.machines[n].kernel;
-        // Most connections are long.
+        // Usually few connections end, so most are long.
         let ends = if rng.chance(200) { rng.below(1000) } else { rng.below(50) };
         kernel.flows.retain(|_| !rng.chance(ends));
         let Some(tables) = &kernel.tables else { return };

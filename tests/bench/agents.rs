@@ -1,5 +1,5 @@
-//! Real agents on some nodes of a cluster whose kubelets KWOK plays: each in a network namespace of its own, with an interface for each
-//! pod of its node.
+//! Real agents on some nodes of a cluster whose kubelets KWOK simulates: each in its own network namespace, with an
+//! interface for each pod of its node.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,18 +16,18 @@ use lab::scope::Scope;
 use super::large::{is_gateway, memory};
 use super::variant::CALM;
 
-/// The first address of the nodes (`egress-daemon/examples/fill.rs`), and the control plane's in their network.
+/// The first address of the nodes (`egress-daemon/examples/fill.rs`), and the control plane's address in their network.
 const NODES: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 0);
 const CONTROL_PLANE: &str = "172.16.255.1";
 
-/// The agents' configuration, in the scope's folder.
+/// The file of the agents' configuration in the scope's folder.
 const CONFIG: &str = "config.yaml";
 
-/// The agents of a cluster. Ended and removed when dropped.
+/// The agents of a cluster, ended and removed when dropped.
 pub struct Agents<'a> {
     cluster: &'a Cluster,
     program: PathBuf,
-    /// Declared before the scope: they end before their namespaces go.
+    /// Declared before the scope: the agents end before their namespaces are removed.
     running: BTreeMap<u32, (NetNs, Process)>,
     /// The far ends of the pods' interfaces.
     pods: NetNs,
@@ -35,7 +35,7 @@ pub struct Agents<'a> {
 }
 
 impl<'a> Agents<'a> {
-    /// None yet. `program` is the daemon that all will run.
+    /// Prepares the network, without agents yet. `program` is the daemon that all agents run.
     pub fn new(cluster: &'a Cluster, program: &Path) -> Result<Self> {
         let mut scope = Scope::open()?;
         cluster.netns("cp")?.ip(&[format!("addr add {CONTROL_PLANE}/16 dev nodes")])?;
@@ -44,12 +44,12 @@ impl<'a> Agents<'a> {
         Ok(Self { cluster, program: program.to_owned(), running: BTreeMap::new(), pods, scope })
     }
 
-    /// The agents' configuration.
+    /// Returns the path of the agents' configuration.
     pub fn config(&self) -> PathBuf {
         self.scope.dir().join(CONFIG)
     }
 
-    /// A namespace in the network of the nodes, with their `host`th address. What runs there ends if this program is interrupted.
+    /// Creates a namespace in the nodes' network, with its `host`th address. Programs in it end if this program is interrupted.
     pub fn namespace(&mut self, host: u32) -> Result<NetNs> {
         let ns = self.scope.namespace(&format!("n{host}"))?;
         self.cluster.netns("cp")?.ip(&[
@@ -65,12 +65,12 @@ impl<'a> Agents<'a> {
         Ok(ns)
     }
 
-    /// Starts the agent of a node, with the pods that the node has.
+    /// Starts the agent of a node, with interfaces for the node's pods.
     pub fn start(&mut self, node: u32) -> Result<()> {
         let ns = self.namespace(node)?;
         let name = node_name(node);
-        // Elsewhere each has a node's processors. Here it has what the API server and the controllers leave, but a gateway is alive only
-        // as long as it renews its lease.
+        // In a real cluster, each agent has a node's processors. Here, it gets the time that the API server and the
+        // controllers leave, but a gateway must renew its lease to stay alive.
         let mut command = ns.command("nice");
         command.args(["-n", if is_gateway(node) { "0" } else { "19" }]).arg(&self.program);
         command.args(["agent", "--log", "warn", "--node", &name]).arg("--bpffs").arg(self.scope.bpffs(&name));
@@ -81,7 +81,7 @@ impl<'a> Agents<'a> {
         self.give_interfaces(node)
     }
 
-    /// Gives each pod of a node that has none an interface. Does nothing if no agent runs on the node.
+    /// Creates the missing interfaces of a node's pods. Does nothing if no agent runs on the node.
     pub fn give_interfaces(&self, node: u32) -> Result<()> {
         let Some((ns, _)) = self.running.get(&node) else { return Ok(()) };
         let field = format!("--field-selector=spec.nodeName={}", node_name(node));
@@ -100,23 +100,23 @@ impl<'a> Agents<'a> {
         self.pods.ip(&lines[1])
     }
 
-    /// How many run.
+    /// Returns the number of running agents.
     pub fn count(&self) -> usize {
         self.running.len()
     }
 
-    /// The largest memory of an agent on some nodes, by a field of its status as in [`memory`]. In bytes.
+    /// Returns the largest memory in bytes of an agent on the selected nodes, by a field of its status as in [`memory`].
     pub fn largest(&self, field: &str, is_one: impl Fn(u32) -> bool) -> Result<u64> {
         let some = self.running.iter().filter(|(node, _)| is_one(**node));
         let mut all = some.map(|(_, (_, agent))| memory(agent.pid(), field));
         all.try_fold(0, |most, one| Ok(most.max(one?)))
     }
 
-    /// The processor time of all agents so far.
+    /// Returns the processor time of all agents so far.
     pub fn processor_time(&self) -> Result<Duration> {
         let ticks = |agent: &Process| {
             let stat = fs::read_to_string(format!("/proc/{}/stat", agent.pid())).context("an agent has ended")?;
-            // The name, which is in parentheses, may have spaces. utime and stime are fields 14 and 15 (proc_pid_stat(5)).
+            // The name, in parentheses, may contain spaces. utime and stime are fields 14 and 15 (proc_pid_stat(5)).
             let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
             Ok::<_, anyhow::Error>(fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum::<u64>())
         };

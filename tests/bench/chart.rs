@@ -1,4 +1,4 @@
-//! The charts, as SVG: bars relative to plain routing, and the curves of scaling.
+//! The SVG charts: bars relative to plain routing, and curves of scaling.
 
 use std::fmt::Write;
 
@@ -14,7 +14,7 @@ const FONT: &str = "font-family=\"sans-serif\" fill=\"#222\"";
 /// The greatest ratio that is drawn to scale.
 const TOP: f64 = 1.25;
 
-/// What the bars show.
+/// The metrics shown as bars, with their labels.
 const BARS: [(Metric, &str); 5] = [
     (Metric::UdpSmall, "UDP 64 B"),
     (Metric::Connections, "new connections"),
@@ -23,7 +23,7 @@ const BARS: [(Metric, &str); 5] = [
     (Metric::TripP50, "round trips per s"),
 ];
 
-/// A document with a white background, which dark pages need.
+/// Returns a document with a white background, which dark pages need.
 fn document(width: u32, height: u32, body: &str) -> String {
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\">\n\
@@ -39,7 +39,7 @@ fn line(from: (f64, f64), to: (f64, f64), style: &str) -> String {
     format!("<line x1=\"{:.1}\" y1=\"{:.1}\" x2=\"{:.1}\" y2=\"{:.1}\" {style}/>\n", from.0, from.1, to.0, to.1)
 }
 
-/// Bars: medians relative to plain routing, higher is better.
+/// Draws bars: medians relative to plain routing, higher is better.
 pub fn bars(rounds: &Rounds) -> String {
     let present: Vec<Variant> = Variant::ALL
         .into_iter()
@@ -89,7 +89,7 @@ pub fn bars(rounds: &Rounds) -> String {
     document(width as u32, 345, &body)
 }
 
-/// One panel for each axis: rates relative to one of everything, on a logarithmic scale of what grows.
+/// Draws one panel for each axis: rates relative to a count of one, on a logarithmic scale of the count.
 pub fn curves(points: &[Point]) -> String {
     let (panel, height, base) = (230.0, 170.0, 235.0);
     let y = |ratio: f64| base - ratio.min(TOP) / TOP * height;
@@ -135,7 +135,7 @@ pub fn curves(points: &[Point]) -> String {
     document(20 + 4 * panel as u32, 280, &body)
 }
 
-/// 1,000,000 as 1M.
+/// Formats a count in short: 1,000,000 as 1M.
 pub fn thousands(count: u32) -> String {
     match count {
         0..1_000 => count.to_string(),

@@ -1,6 +1,6 @@
-//! The load of crawlers and resolvers, for minutes: new connections to many servers, each used once, and queries of a packet each.
+//! The load of crawlers and resolvers, for minutes: new connections to many servers, each used once, and single-packet queries.
 //!
-//! The question is not how fast it goes but whether anything is refused, and what memory it takes: with Spillway's default
+//! It does not measure speed, but whether packets are refused and how much memory is used: with Spillway's default
 //! settings, and with the stock kernel's default table of connections.
 
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use super::flows::{map_memory, tracked};
 use super::variant::{BenchLab, CPU, Variant};
 use xtask::progress::Step;
 
-/// Servers that the pod goes to.
+/// The number of servers that the pod connects to.
 const SERVERS: u16 = 25_000;
 const CONNECT_PORT: u16 = 9006;
 const QUERY_PORT: u16 = 9007;
@@ -29,7 +29,7 @@ const CONNECTIONS: ConnectRate = ConnectRate {
     reset: false,
 };
 const QUERIES: Queries = Queries { per_second: 20_000, sockets: 64 };
-/// The maps in which a node keeps flows, with what is allocated beforehand.
+/// The maps in which a node keeps flows, whose memory includes preallocated entries.
 const FLOW_MAPS: [&str; 5] = ["FLOWS", "REVERSE", "TICKETS", "ENDED", "INBOUND"];
 const VARIANTS: [Variant; 2] = [Variant::Stock, Variant::Direct];
 
@@ -40,11 +40,11 @@ struct Churned {
     asked: f64,
     unanswered: f64,
     refused: f64,
-    /// Bytes, at most.
+    /// The peak in bytes.
     memory: f64,
 }
 
-/// Runs both loads with each variant, one lab after the other, for `window` each.
+/// Runs both loads for `window` each with all variants, sequentially, each in its own lab.
 pub fn measure(binaries: &Path, window: Duration) -> Result<Vec<Figure>> {
     let mut all = Vec::new();
     for variant in VARIANTS {
@@ -101,7 +101,7 @@ fn churn(place: &BenchLab, window: Duration) -> Result<Churned> {
     })
 }
 
-/// Packets that found no room: Spillway's shares, ports and tables, or the kernel's table of connections, on all nodes.
+/// Returns the packets refused for lack of room on all nodes: in Spillway's shares, ports and tables, or the kernel's connection table.
 fn refused(place: &BenchLab) -> Result<f64> {
     let mut sum = 0.0;
     for node in place.lab.nodes() {
@@ -118,8 +118,8 @@ fn refused(place: &BenchLab) -> Result<f64> {
     Ok(sum)
 }
 
-/// Packets that the kernel did not track for lack of room, and connections that it dropped early to make some: hexadecimal columns
-/// by name, a line for each processor.
+/// Sums the packets that the kernel did not track for lack of room, and the connections that it dropped early to make
+/// room. The text has hexadecimal columns by name, with one line per processor.
 fn not_tracked(text: &str) -> Result<f64> {
     let mut lines = text.lines();
     let names: Vec<&str> = lines.next().context("no statistics of tracked connections")?.split_whitespace().collect();
@@ -134,7 +134,7 @@ fn not_tracked(text: &str) -> Result<f64> {
     Ok(sum as f64)
 }
 
-/// Bytes that flows hold on all nodes.
+/// Returns the bytes that flows occupy on all nodes.
 fn held(place: &BenchLab) -> Result<f64> {
     match place.variant {
         Variant::Plain => Ok(0.0),

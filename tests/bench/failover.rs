@@ -1,4 +1,4 @@
-//! The death of a gateway: Spillway and the usual pair of keepalived and conntrackd, in the same namespaces and under the same load.
+//! The death of a gateway: Spillway compared with the usual pair of keepalived and conntrackd, in the same namespaces under the same load.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,15 +13,15 @@ use super::figures::{self, Column, Figure, number, rounded};
 use super::variant::sources;
 use xtask::progress::Step;
 
-/// The host numbers of the egress IPs: Spillway's pool, whose first one the pair has.
+/// The host numbers of the egress IPs in Spillway's pool. The keepalived pair has the first one.
 const EGRESS: [u8; 2] = [40, 41];
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long the load is watched after the power has failed: several times what any of them takes.
+/// The time for which the load is observed after the power failure: several times the failover time of any system.
 const WATCH: Duration = Duration::from_secs(12);
-/// Connections that have been silent for this long by then are lost.
+/// Connections that have been silent for this long at the end are lost.
 const SILENT: Duration = Duration::from_secs(3);
 
-/// What is compared.
+/// The compared systems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
     Spillway,
@@ -48,13 +48,13 @@ impl Column for System {
     }
 }
 
-/// `{"name", "unit", "spillway": {"median", "max"}, "keepalived": .., "keepalived-fast": ..}` for each figure.
+/// Returns `{"name", "unit", "spillway": {"median", "max"}, "keepalived": .., "keepalived-fast": ..}` for each figure.
 pub fn json(figures: &[Figure<System>]) -> Value {
     let cell = |spread: Percentiles| json!({"median": rounded(spread.p50), "max": rounded(spread.max)});
     figures.iter().map(|figure| figure.json(&System::ALL, cell)).collect()
 }
 
-/// A Markdown table: the median and, in parentheses, the worst.
+/// Returns a Markdown table with medians and, in parentheses, maxima.
 pub fn table(figures: &[Figure<System>]) -> String {
     figures::table(figures, &System::ALL, |spread| format!("{} ({})", number(spread.p50), number(spread.max)))
 }
@@ -70,7 +70,7 @@ struct Death {
     slowest: f64,
 }
 
-/// Measures this many deaths of each system, in turns.
+/// Measures `rounds` deaths with each system, alternating between the systems.
 pub fn measure(binaries: &Path, rounds: usize) -> Result<Vec<Figure<System>>> {
     let mut all: [Vec<Death>; 3] = Default::default();
     for round in 1..=rounds {
@@ -126,7 +126,7 @@ fn death(system: System, binaries: &Path) -> Result<Death> {
     }
     let load = Mixed::start(&pods, &server, PATIENCE)?;
     let victim = if advert.is_some() { "gw1".to_owned() } else { owner(&lab)? };
-    // The copies of connections, and the neighbours' tables, are complete.
+    // Gives the replicated connections and the neighbour tables time to be complete.
     std::thread::sleep(SILENT);
     load.wait_progress(PATIENCE)?;
     let repeated = load.syns_repeated()?;
@@ -142,7 +142,7 @@ fn death(system: System, binaries: &Path) -> Result<Death> {
     Ok(Death { pauses, streams, flows, repeated, failed, slowest })
 }
 
-/// The defaults, with a pool of two addresses in each family.
+/// Starts Spillway with its defaults and a pool of two addresses in each family.
 fn spillway(lab: &mut Lab, binaries: &Path) -> Result<()> {
     let [from, to] = EGRESS.map(address::external);
     lab.manifests().write(
@@ -163,7 +163,7 @@ fn spillway(lab: &mut Lab, binaries: &Path) -> Result<()> {
     lab.start_controller("controller", &options)
 }
 
-/// The gateway that answers for the first egress IP.
+/// Returns the gateway that answers for the first egress IP.
 fn owner(lab: &Lab) -> Result<String> {
     let address = address::external(EGRESS[0]).v4;
     let first = lab.manifests().egress_ips()?.into_iter().find(|one| one.address == address);

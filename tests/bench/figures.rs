@@ -1,4 +1,4 @@
-//! All figures of a run in one form: what the JSON output, the tables and the charts are made from.
+//! All figures of a run in one form, from which the JSON output, the tables and the charts are made.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -10,12 +10,12 @@ use serde_json::{Map, Value, json};
 use super::programs::Cost;
 use super::variant::Variant;
 
-/// What figures compare.
+/// A variant or system that figures compare.
 pub trait Column: Copy + Ord {
-    /// The key in the JSON output.
+    /// Returns the key in the JSON output.
     fn name(self) -> &'static str;
 
-    /// The title of its column.
+    /// Returns the title of its column.
     fn title(self) -> &'static str {
         self.name()
     }
@@ -24,7 +24,7 @@ pub trait Column: Copy + Ord {
 /// One line of a table.
 #[derive(Clone, Debug)]
 pub struct Figure<C = Variant> {
-    /// What was measured.
+    /// The name of the measurement.
     pub name: String,
     /// The unit.
     pub unit: String,
@@ -33,34 +33,34 @@ pub struct Figure<C = Variant> {
 }
 
 impl<C: Column> Figure<C> {
-    /// A line with these values.
+    /// Creates a figure with these values.
     pub fn new(name: &str, unit: &str, values: impl IntoIterator<Item = (C, Vec<f64>)>) -> Self {
         Figure { name: name.to_owned(), unit: unit.to_owned(), values: values.into_iter().collect() }
     }
 
-    /// A figure that was taken once for each column.
+    /// Creates a figure with one value for each column.
     pub fn single(name: &str, unit: &str, values: impl IntoIterator<Item = (C, f64)>) -> Self {
         Self::new(name, unit, values.into_iter().map(|(column, value)| (column, vec![value])))
     }
 
-    /// A column's values.
+    /// Returns the distribution of a column's values.
     pub fn spread(&self, column: C) -> Option<Percentiles> {
         Some(Percentiles::of(self.values.get(&column)?.iter().copied())).filter(|spread| spread.count > 0)
     }
 
-    /// All columns relative to one, round by round.
+    /// Returns all columns relative to one of them, round by round.
     pub fn relative(&self, to: C, unit: &str) -> Self {
         let Some(base) = self.values.get(&to) else { return Self::new(&self.name, unit, []) };
         let ratios = |ours: &Vec<f64>| ours.iter().zip(base).map(|(a, b)| a / b).collect();
         Self::new(&self.name, unit, self.values.iter().map(|(column, ours)| (*column, ratios(ours))))
     }
 
-    /// One column relative to another one, round by round.
+    /// Returns one column relative to another, round by round.
     pub fn ratio(&self, column: C, to: C) -> Option<Percentiles> {
         self.relative(to, "").spread(column)
     }
 
-    /// `{"name", "unit", ..}` with a value for each column, null where there is none.
+    /// Returns `{"name", "unit", ..}` with a value for each column, null where there is none.
     pub fn json(&self, columns: &[C], cell: impl Fn(Percentiles) -> Value) -> Value {
         let cells = columns.iter().map(|column| (column.name().to_owned(), json!(self.spread(*column).map(&cell))));
         let head = [("name".to_owned(), json!(self.name)), ("unit".to_owned(), json!(self.unit))];
@@ -68,7 +68,7 @@ impl<C: Column> Figure<C> {
     }
 }
 
-/// Markdown: the figures that have values.
+/// Returns a Markdown table of the figures that have values.
 pub fn table<C: Column>(figures: &[Figure<C>], columns: &[C], cell: impl Fn(Percentiles) -> String) -> String {
     let titles: Vec<&str> = columns.iter().map(|column| column.title()).collect();
     let mut text = format!("| | | {} |\n| --- | --- |{}\n", titles.join(" | "), " --: |".repeat(titles.len()));
@@ -79,18 +79,18 @@ pub fn table<C: Column>(figures: &[Figure<C>], columns: &[C], cell: impl Fn(Perc
     text
 }
 
-/// A cell of a table: the median and the range.
+/// Formats a cell of a table: the median and the range.
 pub fn range(spread: Percentiles) -> String {
     let Percentiles { p50, min, max, .. } = spread;
     if min == max { number(p50) } else { format!("{} ({}–{})", number(p50), number(min), number(max)) }
 }
 
-/// A cell of the JSON output.
+/// Returns a cell of the JSON output: the median.
 pub fn median(spread: Percentiles) -> Value {
     json!(rounded(spread.p50))
 }
 
-/// Four significant digits: more are noise.
+/// Rounds to four significant digits: more are noise.
 pub fn rounded(value: f64) -> f64 {
     if value == 0.0 || !value.is_finite() {
         return 0.0;
@@ -99,7 +99,7 @@ pub fn rounded(value: f64) -> f64 {
     (value * scale).round() / scale
 }
 
-/// Three significant digits, with thousands separated.
+/// Formats about three significant digits, with thousands separated.
 pub fn number(value: f64) -> String {
     let value = rounded(value);
     match value.abs() {
@@ -113,7 +113,7 @@ pub fn number(value: f64) -> String {
     }
 }
 
-/// The family's name in tables.
+/// Returns the family's name in tables.
 pub fn family_name(family: Family) -> &'static str {
     match family {
         Family::V4 => "IPv4",
@@ -121,12 +121,12 @@ pub fn family_name(family: Family) -> &'static str {
     }
 }
 
-/// The end of the name of a program's figure from which the cost of an empty program is subtracted.
+/// The suffix of the names of programs' figures from which the cost of an empty program is subtracted.
 pub const BEYOND_EMPTY: &str = " (test_run, beyond an empty program)";
-/// The same where the program that is subtracted has the kernel do the same with the tunnel's header.
+/// The suffix of names of figures from which the cost of a program with the same operation on the tunnel header is subtracted.
 pub const WITHOUT_HEADER: &str = " (test_run, without the tunnel's header)";
 
-/// The programs' costs, one figure for each program, protocol and family, and one without the tunnel's header.
+/// Returns the programs' costs: a figure for each program, protocol and family, and one without the tunnel header.
 pub fn of_programs(costs: &BTreeMap<Variant, Vec<Cost>>) -> Vec<Figure> {
     let mut found: BTreeMap<(&str, Family, &str), BTreeMap<Variant, f64>> = BTreeMap::new();
     for (variant, costs) in costs {

@@ -1,4 +1,4 @@
-//! What a flow costs once: the time that its first packet takes beyond that of others, and the memory that it holds.
+//! The one-time costs of a flow: the extra time of its first packet, and the memory that it occupies.
 
 use std::fs;
 use std::time::Duration;
@@ -11,17 +11,17 @@ use lab::traffic::Blaster;
 use super::routes::{TARGETS, targets};
 use super::variant::{BenchLab, Variant};
 
-/// Flows of one measurement.
+/// The number of sockets in one measurement, each with a flow to every target.
 const SOCKETS: usize = 64;
 const TURNS: usize = 7;
 
-/// Microseconds of CPU time that a flow's first packet takes beyond a later one.
+/// Returns the CPU time in microseconds that a flow's first packet takes beyond a later one.
 pub fn set_up_time(place: &BenchLab, family: Family) -> Result<f64> {
     let turn = |_| {
         let mut blaster = Blaster::open(&place.pod.ns, SOCKETS, &targets(family), 64)?;
         let first = blaster.run_once(&place.sink)?;
         ensure!(first.received > 0, "no first packet has arrived");
-        // The second one still makes what the first ones of each CPU have left.
+        // The second run still does the set-up that the first packets on each CPU have left undone.
         blaster.run_once(&place.sink)?;
         let later = blaster.run(&place.sink, Duration::ZERO, Duration::from_millis(100))?;
         Ok((first.cpu_per_packet() - later.cpu_per_packet()).max(0.0) * 1e6)
@@ -29,8 +29,8 @@ pub fn set_up_time(place: &BenchLab, family: Family) -> Result<f64> {
     Ok(Percentiles::of((0..TURNS).map(turn).collect::<Result<Vec<_>>>()?).p50)
 }
 
-/// Bytes that a flow holds on all nodes together: entries of maps, or of the kernel's connection tracking (without its
-/// extensions).
+/// Returns the bytes that a flow occupies on all nodes together: entries of maps, or of the kernel's connection
+/// tracking (without its extensions).
 pub fn memory(place: &BenchLab, family: Family) -> Result<Option<f64>> {
     let flows = (SOCKETS * usize::from(TARGETS)) as f64;
     let mut blaster = Blaster::open(&place.pod.ns, SOCKETS, &targets(family), 64)?;
@@ -48,7 +48,7 @@ fn held(place: &BenchLab, family: Family) -> Result<Option<f64>> {
     }
 }
 
-/// Bytes of a family's maps on the pod's node.
+/// Returns the bytes of a family's maps on the pod's node.
 pub fn map_memory(place: &BenchLab, family: Family, names: &[&str]) -> Result<f64> {
     let digit = if family == Family::V4 { 4 } else { 6 };
     let maps = place.lab.pins(&place.pod.node).join("maps");
@@ -56,7 +56,7 @@ pub fn map_memory(place: &BenchLab, family: Family, names: &[&str]) -> Result<f6
     Ok(names.iter().map(of).sum::<Result<u64>>()? as f64)
 }
 
-/// Connections that the kernel tracks on both nodes, in bytes.
+/// Returns the bytes of the connections that the kernel tracks on all nodes.
 pub fn tracked(place: &BenchLab) -> Result<f64> {
     let slabs = fs::read_to_string("/proc/slabinfo").context("cannot read /proc/slabinfo")?;
     let line = slabs.lines().find(|line| line.starts_with("nf_conntrack ")).context("no slab of connections")?;

@@ -1,8 +1,8 @@
-//! `cargo xtask bench --gateway`: how many packets a second one core of a gateway sends on: by plain routing, by Spillway's programs at TC, by
-//! the one at the driver (XDP), and by an XDP program that redirects and does nothing else, which is the limit.
+//! `cargo xtask bench --gateway`: the packets per second that one core of a gateway forwards: by plain routing, by Spillway's
+//! programs at TC, by its program at the driver (XDP), and by an XDP program that only redirects, which is the limit.
 //!
-//! A generator at the switch's end of the gateway's link sends frames as fast as it can (XDP, no sockets), and a sink at the other link's end
-//! counts and drops them. What a packet costs is the time of the gateway's own NAPI thread.
+//! A generator at the switch's end of the gateway's link sends frames at full speed (XDP, no sockets), and a sink at
+//! the other link's end counts and drops them. The cost of a packet is the CPU time of the gateway's own NAPI thread.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,7 +25,7 @@ use super::programs::{self, Protocol};
 use super::variant::{BULK_PORT, BenchLab, CPU, Variant, patience};
 use xtask::progress::Step;
 
-/// What is compared.
+/// The compared variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum GatewayVariant {
     Plain,
@@ -48,12 +48,12 @@ impl Column for GatewayVariant {
     }
 }
 
-/// `{"name", "unit", "plain", "tc", "xdp", "empty"}` for each figure, with null for a variant that does not have it.
+/// Returns `{"name", "unit", "plain", "tc", "xdp", "empty"}` for each figure, with null for a variant that does not have it.
 pub fn json(figures: &[Figure<GatewayVariant>]) -> Value {
     figures.iter().map(|figure| figure.json(&GATEWAY_VARIANTS, median)).collect()
 }
 
-/// A Markdown table, with how the program at the driver compares with the other variants.
+/// Returns a Markdown table that also relates the program at the driver to the other variants.
 pub fn table(figures: &[Figure<GatewayVariant>]) -> String {
     let ratios = |figure: &Figure<GatewayVariant>| {
         let to = |to| Some((to, figure.relative(to, "").values.remove(&GatewayVariant::Xdp)?));
@@ -64,23 +64,23 @@ pub fn table(figures: &[Figure<GatewayVariant>]) -> String {
     figures::table(&lines, &GATEWAY_VARIANTS, |spread| number(spread.p50))
 }
 
-/// Marks the generator's frames: the beginning of their payload.
+/// The beginning of the payload of the generator's frames, which marks them.
 const MARK: [u8; 4] = *b"mark";
-/// Payload that makes the smallest frame over IPv4, with its checksum 64 bytes.
+/// The payload length of the smallest frame over IPv4: 64 bytes with the frame check sequence.
 const PAYLOAD: usize = 18;
-/// Lengths of the headers of Ethernet and UDP, and of the tunnel's over IPv4.
+/// The lengths of the headers of Ethernet and UDP, and of the tunnel's headers over IPv4.
 const PLAIN_HEADERS: i16 = 14 + 8;
 const OUTER: i16 = 50;
-/// Frames between two looks at the clock.
+/// The number of frames between two looks at the clock.
 const BURST: u32 = 32_768;
 /// The processor of generator and sink.
 const OTHER_CPU: usize = 0;
-/// At least one frame in this many has to come through.
+/// At least one frame in this many must come through.
 const LOST: u64 = 20;
-/// How much is transferred over TCP.
+/// The number of bytes transferred over TCP.
 const BYTES: u64 = 256 << 20;
 
-/// The transport, and which way a packet goes: out, or back to the pod's node.
+/// The transport, the direction of packets (out, or back to the pod's node), and the family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Case {
     transport: Variant,
@@ -100,18 +100,18 @@ impl Case {
         format!("64-byte packets {way}, {}, {}", self.transport.name(), family_name(self.family))
     }
 
-    /// The gateway's interfaces on which packets arrive and leave.
+    /// Returns the gateway's interfaces on which packets arrive and leave.
     fn interfaces(self) -> [&'static str; 2] {
         if self.out { ["eth0", "ext0"] } else { ["ext0", "eth0"] }
     }
 }
 
-/// A lab whose gateway is measured.
+/// A lab in which the gateway is measured.
 struct Bench {
     way: GatewayVariant,
     transport: Variant,
     place: BenchLab,
-    /// The threads with which the gateway receives, by interface.
+    /// The gateway's receiving threads, by interface.
     threads: RefCell<BTreeMap<&'static str, u32>>,
 }
 
@@ -156,7 +156,7 @@ pub fn measure(binaries: &Path, rounds: usize, window: Duration) -> Result<Vec<F
     Ok(lines)
 }
 
-/// Bulk transfers over TCP, out of the pod and into it.
+/// Measures bulk transfers over TCP, out of the pod and into it.
 fn transfers(benches: &[Bench], rounds: usize) -> Result<Vec<Figure<GatewayVariant>>> {
     let mut lines = Vec::new();
     for (direction, name) in [(Direction::Upload, "TCP out of the pod"), (Direction::Download, "TCP into the pod")] {
@@ -185,7 +185,7 @@ impl Bench {
         };
         let place = BenchLab::open_with(transport, binaries, config, 1, cards)?;
         let gateway = &place.lab.node("gw1").ns;
-        // Frames arrive by NAPI, which a veth has only if it merges or runs XDP.
+        // Frames must arrive by NAPI, which a veth has only if it merges packets (GRO) or runs XDP.
         ["eth0", "ext0"].into_iter().try_for_each(|interface| gateway.take_frames(interface))?;
         if way == GatewayVariant::Xdp {
             wait_until(
@@ -208,7 +208,7 @@ impl Bench {
         let [from, to] = case.interfaces();
         let (flow, ends) = programs::open(&self.place, case.family, Protocol::Udp)?;
         drop(ends);
-        // Plain routing has no outer headers; an empty program has as many bytes to redirect as ours.
+        // Plain routing has no outer headers. The empty program redirects as many bytes as ours.
         let wrapped = case.transport == Variant::Vxlan && self.way != GatewayVariant::Plain;
         let header = if case.family == Family::V4 { 20 } else { 40 };
         let mark = (PLAIN_HEADERS + header, MARK);
@@ -240,7 +240,7 @@ impl Bench {
         })
     }
 
-    /// The thread with which an interface of the gateway receives.
+    /// Returns the thread with which an interface of the gateway receives.
     fn thread(&self, interface: &'static str) -> Result<u32> {
         let mut known = self.threads.borrow_mut();
         if let Some(thread) = known.get(interface) {
@@ -252,7 +252,7 @@ impl Bench {
         Ok(thread)
     }
 
-    /// A packet of the flow, as it comes to the gateway.
+    /// Returns a packet of the flow, as it arrives at the gateway.
     fn frame(&self, case: Case, flow: &programs::Flow, wrapped: bool) -> Result<Vec<u8>> {
         let lab = &self.place.lab;
         let (worker, gateway) = (lab.node(&self.place.pod.node), lab.node("gw1"));
@@ -270,7 +270,7 @@ impl Bench {
     }
 }
 
-/// Whether the gateway says that its program is at both drivers.
+/// Returns whether the gateway reports that its program is at both drivers.
 fn at_drivers(place: &BenchLab) -> Result<bool> {
     let rows = place.lab.egressctl("gw1", &["gateways"])?;
     let native = rows["items"].as_array().and_then(|rows| rows.iter().find_map(|row| row["native"].as_array()));
@@ -284,7 +284,7 @@ struct Run {
     _empty: Option<Attached>,
     /// The gateway's NAPI thread.
     thread: u32,
-    /// Where the generator sends, and the port that leads to the gateway.
+    /// The namespace in which the generator sends, and the port that leads to the gateway.
     segment: NetNs,
     port: String,
     /// The gateway, and the interface on which it receives.
@@ -295,7 +295,7 @@ struct Run {
 impl Run {
     fn packets_per_second(&self, window: Duration) -> Result<f64> {
         on_cpu(OTHER_CPU, || {
-            // Fills the caches, and passes the first packets of the moment.
+            // Fills the caches, and keeps the first packets out of the measurement.
             self.generator.send(&self.segment, &self.port, BURST)?;
             let received = || received(&self.gateway, self.interface);
             let (before, sunk, time, began) = (received()?, self.sink.count()?, cpu_time(self.thread)?, Instant::now());
@@ -304,14 +304,14 @@ impl Run {
             }
             let time = cpu_time(self.thread)? - time;
             let (count, sunk) = (received()? - before, self.sink.count()? - sunk);
-            // A busy machine may keep the sink from taking all of them.
+            // On a busy machine, the sink may not receive all of them.
             ensure!(sunk > count / LOST, "{sunk} of {count} frames have come through");
             Ok(count as f64 / time.as_secs_f64())
         })
     }
 }
 
-/// How many frames an interface has received.
+/// Returns the number of frames that an interface has received.
 fn received(ns: &NetNs, interface: &'static str) -> Result<u64> {
     ns.run(|| {
         let text = fs::read_to_string("/proc/thread-self/net/dev")?;
@@ -322,14 +322,14 @@ fn received(ns: &NetNs, interface: &'static str) -> Result<u64> {
     })
 }
 
-/// The kernel's threads that receive frames for interfaces of this name, in whatever namespace.
+/// Returns the kernel's threads that receive frames for interfaces of this name, in any namespace.
 fn threads(interface: &str) -> Result<BTreeSet<u32>> {
     let named = format!("napi/{interface}-");
     let mut found = BTreeSet::new();
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // It may have ended meanwhile.
+        // The process may have ended meanwhile.
         if fs::read_to_string(entry.path().join("comm")).is_ok_and(|name| name.starts_with(&named)) {
             found.insert(pid);
         }
@@ -337,10 +337,10 @@ fn threads(interface: &str) -> Result<BTreeSet<u32>> {
     Ok(found)
 }
 
-/// Makes an interface receive in a thread of its own on this processor. Returns the thread's number, if there was none before.
+/// Makes an interface receive in its own thread on this processor. Returns the thread's id if it is new.
 fn threaded(ns: &NetNs, interface: &str, cpu: usize) -> Result<Option<u32>> {
     let before = threads(interface)?;
-    // The file system of devices shows the namespace in which it was mounted.
+    // sysfs shows the network namespace in which it was mounted; `ip netns exec` mounts it again.
     let script = format!("echo 1 > /sys/class/net/{interface}/threaded");
     let done = Command::new("ip").args(["netns", "exec", ns.name(), "/bin/sh", "-euc", &script]).status()?;
     ensure!(done.success(), "{interface} of {} does not receive by threads", ns.name());
@@ -351,7 +351,7 @@ fn threaded(ns: &NetNs, interface: &str, cpu: usize) -> Result<Option<u32>> {
     Ok(Some(thread))
 }
 
-/// The CPU time that a thread has used.
+/// Returns the CPU time that a thread has used.
 fn cpu_time(thread: u32) -> Result<Duration> {
     let text = fs::read_to_string(format!("/proc/{thread}/schedstat")).context("the time of a NAPI thread")?;
     let nanoseconds = text.split_whitespace().next().and_then(|word| word.parse().ok());

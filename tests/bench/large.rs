@@ -1,5 +1,5 @@
-//! The real controller and real agents in front of a real API server with thousands of nodes, which `egress-daemon/examples/fill.rs` makes
-//! and whose kubelets KWOK plays. The API server's own metrics count the costs.
+//! The real controller and real agents with a real API server that has thousands of nodes, which `egress-daemon/examples/fill.rs`
+//! creates and whose kubelets KWOK simulates. The API server's own metrics count the costs.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Lines, Write};
@@ -18,7 +18,7 @@ use super::agents::Agents;
 use xtask::progress::Step;
 use xtask::{cluster, setup, workspace};
 
-/// The cluster.
+/// The size of the cluster.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     pub nodes: u32,
@@ -27,12 +27,12 @@ pub struct Size {
     pub egress_ips: u32,
 }
 
-/// What the API server has done for Spillway.
+/// The work of the API server for Spillway.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counts {
-    /// Writes of Spillway's objects and of their statuses, whoever makes them.
+    /// Writes of Spillway's objects and of their statuses, by any client.
     pub writes: u64,
-    /// Lists of any kind that its watch cache answered, and that etcd did.
+    /// Lists of any kind answered by the watch cache, and by etcd.
     pub lists: [u64; 2],
     /// Changes of EgressNodes that watchers were sent, and their bytes.
     pub told: [u64; 2],
@@ -51,39 +51,39 @@ impl Sub for Counts {
     }
 }
 
-/// What a controller and agents in a whole cluster hold, and what they cost the API server.
+/// The memory of a controller and agents in a whole cluster, and their costs for the API server.
 pub struct Measured {
-    /// The most memory that the controller had, in bytes.
+    /// The peak memory of the controller, in bytes.
     pub resident: u64,
-    /// The memory of an agent on a gateway, and on another node, when everything is done, in bytes.
+    /// The memory of an agent on a gateway, and on another node, in bytes, after all changes.
     pub agent: [u64; 2],
-    /// How many agents run.
+    /// The number of running agents.
     pub agents: usize,
-    /// How much processor time an agent takes when nothing happens, of a second.
+    /// The processor time that an agent takes per second when nothing happens.
     pub idle: Duration,
-    /// The controller's start, until everything is written.
+    /// The costs of the controller's start, until everything is written.
     pub everything: Counts,
-    /// Changes, by what they are.
+    /// The costs of changes, by description.
     pub changes: Vec<(&'static str, Counts)>,
 }
 
 /// The name of the cluster.
 const NAME: &str = "large";
-/// How long a controller may take for everything.
+/// The time that a controller may take for everything.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// How long nothing is written when all is done: numbers of pods follow after 5 s, what a gateway has ceased to carry after 10 s, and agents
-/// report within 30 s what nobody waits for.
+/// The time without writes after which all is done: numbers of pods follow after 5 s, egress IPs that a gateway no
+/// longer carries after 10 s, and agents report within 30 s what is not urgent.
 const SETTLED: Duration = Duration::from_secs(35);
-/// How long a cluster is watched in which nothing happens.
+/// The time for which a cluster is observed in which nothing happens.
 const AT_REST: Duration = Duration::from_secs(60);
-/// The distance between gateways. All have agents, because sources probe them.
+/// The distance between the numbers of gateways. All gateways have agents, because sources probe them.
 pub const GATEWAY_EVERY: u32 = 1_000;
-/// The number of an address in the network of the nodes that no node has: KWOK and the controllers have it.
+/// The host number of an address in the nodes' network that no node has: KWOK and the controllers use it.
 const NO_NODE: u32 = 0xfffe;
-/// Nodes with agents and without the role of a gateway: these, and those on which pods start alone.
+/// Nodes with agents that are not gateways. The nodes on which single pods start have agents as well.
 const WORKERS: std::ops::RangeInclusive<u32> = 1..=3;
 
-/// Whether a node is a gateway.
+/// Returns whether a node is a gateway.
 pub fn is_gateway(node: u32) -> bool {
     node.is_multiple_of(GATEWAY_EVERY)
 }
@@ -135,7 +135,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
         changes.push((what, cost));
     };
     add("a minute in which nothing happens", large.counts()?, 0);
-    // Writes of Spillway's objects by the filler itself are not the controller's.
+    // The filler's own writes of Spillway's objects do not count.
     let mut change = |what, line: String, node: Option<u32>, own: u64| -> Result<()> {
         step.at(what);
         filler.ask(&line)?;
@@ -164,7 +164,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
     step.at("an API server that restarts");
     large.cluster.kill_api_server()?;
     large.cluster.start_api_server()?;
-    // Its counters start at zero.
+    // The counters of the new API server start at zero.
     changes.push(("an API server that restarts", large.settled()?));
     step.end("✓", &format!("{} MiB", resident >> 20));
     let agent = [agents.largest("VmRSS", is_gateway)?, agents.largest("VmRSS", |node| !is_gateway(node))?];
@@ -174,7 +174,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
 struct Large {
     cluster: Cluster,
     binaries: PathBuf,
-    /// Removes it if the benchmark is interrupted: all of it runs in its namespaces.
+    /// Removes the cluster if the benchmark is interrupted: all of it runs in the cluster's namespaces.
     _watchdog: Watchdog,
 }
 
@@ -187,7 +187,7 @@ impl Drop for Large {
 }
 
 impl Large {
-    /// Starts what plays the kubelets of all nodes. Their leases, which nobody reads here, are renewed rarely.
+    /// Starts KWOK, which simulates the kubelets of all nodes. It rarely renews their leases, which nothing reads here.
     fn kubelets(&self, kwok: &Path, ns: &NetNs) -> Result<Process> {
         let mut command = ns.command(kwok);
         command.arg("--kubeconfig").arg(self.cluster.dir().join("kubeconfig"));
@@ -205,7 +205,7 @@ impl Large {
         })
     }
 
-    /// Makes the objects, which takes minutes.
+    /// Creates the objects, which takes minutes.
     fn fill(&self, size: Size) -> Result<Filler> {
         let mut command = self.cluster.netns("cp")?.command(self.binaries.join("examples/fill"));
         command.arg(self.cluster.dir().join("kubeconfig"));
@@ -218,7 +218,7 @@ impl Large {
         Ok(filler)
     }
 
-    /// Starts a controller with the agents' configuration. Its log stays in xtask's folder: it says what changed owners.
+    /// Starts a controller with the agents' configuration. Its log, which shows changes of owners, stays in xtask's folder.
     fn controller(&self, name: &str, ns: &NetNs, config: &Path) -> Result<Process> {
         let mut command = ns.command(self.binaries.join("egress-daemon"));
         command.args(["controller", "--kubeconfig"]).arg(self.cluster.dir().join("kubeconfig"));
@@ -226,7 +226,7 @@ impl Large {
         Process::start(&format!("scale-controller-{name}"), None, command, &workspace::scratch_dir()?)
     }
 
-    /// How many objects of one of Spillway's kinds there are.
+    /// Returns the number of objects of one of Spillway's kinds.
     fn count(&self, resource: &str) -> Result<u64> {
         let path = format!("/apis/spillway.io/v1alpha1/{resource}?limit=1");
         let page: serde_json::Value = serde_json::from_str(&self.cluster.kubectl(&["get", "--raw", &path])?)?;
@@ -254,7 +254,7 @@ impl Large {
         })
     }
 
-    /// The counts when nothing has been written for a while.
+    /// Waits until nothing has been written for a while, and returns the counts.
     fn settled(&self) -> Result<Counts> {
         let (mut counts, mut since) = (self.counts()?, Instant::now());
         wait_for("nothing is written any more", PATIENCE, || {
@@ -291,13 +291,13 @@ impl Filler {
 
 impl Drop for Filler {
     fn drop(&mut self) {
-        // It has ended, or is killed.
+        // The process has ended, or is killed here.
         self.child.kill().ok();
         self.child.wait().ok();
     }
 }
 
-/// The memory of a process by a field of its status: `VmRSS` is what it has, `VmHWM` the most that it has had. In bytes.
+/// Returns the memory of a process in bytes, by a field of its status: `VmRSS` is the current memory, `VmHWM` the peak.
 pub fn memory(pid: u32, field: &str) -> Result<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).context("the process has ended")?;
     let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));

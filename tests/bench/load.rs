@@ -1,4 +1,4 @@
-//! The loads, and the figures that each gives. One call is one window of one variant.
+//! The loads, and the figures of each. One call is one window of one variant.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use lab::traffic::{Blaster, ConnectRate, Direction, bulk, on_cpu, round_trips};
 
 use super::variant::{BULK_PORT, BenchLab, CPU, ECHO_PORT, HOLD_PORT, UDP_PORT};
 
-/// What is measured of a load.
+/// A measured property of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Metric {
     UdpSmall,
@@ -24,19 +24,19 @@ pub enum Metric {
 }
 
 impl Metric {
-    /// The name and the unit.
+    /// Returns the name and the unit.
     pub fn title(self) -> (&'static str, &'static str) {
         let (_, name, unit, _) = METRICS[self as usize];
         (name, unit)
     }
 
-    /// Whether a larger value is the better one.
+    /// Returns whether a larger value is better.
     pub fn more_is_better(self) -> bool {
         METRICS[self as usize].3
     }
 }
 
-/// All metrics in the order of the tables, with their names and units, and whether a larger value is the better one.
+/// All metrics in the order of the tables, with their names and units, and whether a larger value is better.
 pub const METRICS: [(Metric, &str, &str, bool); 10] = [
     (Metric::UdpSmall, "UDP, 64 bytes", "kpps", true),
     (Metric::UdpLarge, "UDP, 1,400 bytes", "kpps", true),
@@ -63,36 +63,36 @@ pub enum Load {
     TcpIn,
     /// New TCP connections
     Connect,
-    /// Requests and responses, one after the other
+    /// Sequential requests and responses
     Turns,
 }
 
 impl Load {
-    /// All.
+    /// All loads.
     pub const ALL: [Load; 6] = [Load::UdpSmall, Load::UdpLarge, Load::TcpOut, Load::TcpIn, Load::Connect, Load::Turns];
 }
 
-/// How long loads run.
+/// The durations and sizes of loads.
 #[derive(Clone, Copy, Debug)]
 pub struct Windows {
-    /// Before anything is counted.
+    /// The time before anything is counted.
     pub warm_up: Duration,
-    /// While it is counted.
+    /// The time during which it is counted.
     pub window: Duration,
-    /// How many bytes a transfer has.
+    /// The number of bytes of a transfer.
     pub bytes: u64,
-    /// How many windows one value is the mean of.
+    /// The number of windows whose mean is one value.
     pub turns: usize,
 }
 
 impl Windows {
-    /// The same time in one window.
+    /// Merges all windows into one of the same total duration.
     pub fn in_one(self) -> Windows {
         Windows { window: self.window * self.turns as u32, bytes: self.bytes * self.turns as u64, turns: 1, ..self }
     }
 }
 
-/// Payloads of UDP packets.
+/// The payload sizes of UDP packets.
 const SMALL: usize = 64;
 const LARGE: usize = 1400;
 
@@ -136,7 +136,7 @@ fn on_this_cpu(place: &BenchLab, load: Load, family: Family, windows: &Windows) 
     })
 }
 
-/// Connections per second, and how long they took.
+/// Returns connections per second, and the distribution of connect times in seconds.
 pub fn connect(place: &BenchLab, family: Family, windows: &Windows) -> Result<(f64, lab::stats::Percentiles)> {
     let target = place.server.ips.at(family, HOLD_PORT);
     let running = ConnectRate::default().start(&place.pod.ns, target)?;

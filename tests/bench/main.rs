@@ -1,7 +1,7 @@
-//! `cargo xtask bench`: plain routing, a gateway of the stock kernel and Spillway with each transport, interleaved in one run on this
-//! machine; and how Spillway's figures change when a cluster grows. docs/performance.md says what each figure means.
+//! `cargo xtask bench`: compares plain routing, a gateway of the stock kernel and Spillway with each transport, interleaved in
+//! one run on this machine, and shows how Spillway's figures change as a cluster grows. docs/performance.md explains each figure.
 //!
-//! Like the demo, it knows Spillway as programs to start, manifests to write and maps to look at.
+//! Like the demo, it knows Spillway only as programs to start, manifests to write and maps to inspect.
 
 mod agents;
 mod chart;
@@ -50,7 +50,7 @@ struct Args {
     /// A quick look in under two minutes: few and short rounds. Nothing is written to docs/
     #[arg(long)]
     quick: bool,
-    /// How many rounds [default: 9, or 3 with --quick]
+    /// Number of rounds [default: 9, or 3 with --quick]
     #[arg(long)]
     rounds: Option<usize>,
     /// Only these loads, to compare before and after a change. Nothing is written to docs/
@@ -65,16 +65,16 @@ struct Args {
     /// Only the curves: how rates change as flows, policies, CIDRs and gateways grow in number. Writes docs/scaling.md
     #[arg(long, conflicts_with_all = ["json", "rounds", "programs"])]
     curves: bool,
-    /// Only new connections and queries to 25,000 servers, for minutes: what is refused, compared with the stock kernel
+    /// Only new connections and queries to 25,000 servers, for minutes: refused packets, compared with the stock kernel
     #[arg(long, conflicts_with_all = ["quick", "rounds", "programs", "curves"])]
     churn: bool,
-    /// With --churn: how long each of the two loads lasts
+    /// With --churn: the duration of each of the two loads
     #[arg(long, value_name = "N", requires = "churn", default_value_t = 10)]
     minutes: u64,
     /// Only the death of a gateway, compared with keepalived and conntrackd
     #[arg(long, conflicts_with_all = ["loads", "programs", "curves", "churn"])]
     failover: bool,
-    /// Only packets a second and core at a gateway: plain routing, TC, XDP, and an empty XDP program as the limit
+    /// Only packets per second and core at a gateway: plain routing, TC, XDP, and an empty XDP program as the limit
     #[arg(long, conflicts_with_all = ["loads", "programs", "curves", "churn", "failover"])]
     gateway: bool,
     /// Only the planner on a large cluster, an agent with a full node, and a cluster of 5,000 nodes (KWOK): writes docs/scale.md
@@ -83,17 +83,17 @@ struct Args {
 }
 
 impl Args {
-    /// Whether everything is measured.
+    /// Returns whether everything is measured.
     fn is_full(&self) -> bool {
         let parts = [self.programs, self.curves, self.churn, self.failover, self.gateway, self.scale];
         self.loads.is_empty() && !parts.contains(&true)
     }
 }
 
-/// How long a gateway's path is measured at once.
+/// The duration of one measurement of a gateway's path.
 const GATEWAY_WINDOW: Duration = Duration::from_millis(200);
 
-/// How many gateways die of each kind.
+/// The number of gateway deaths with each system.
 const DEATHS: usize = 10;
 
 fn main() -> ExitCode {
@@ -103,7 +103,7 @@ fn main() -> ExitCode {
     ended(run(&args).map(|()| true))
 }
 
-/// Measures, and shows and writes the results.
+/// Measures, and prints and writes the results.
 fn run(args: &Args) -> Result<()> {
     let others = args.failover || args.is_full();
     setup::ensure(if others { setup::Scope::Failover } else { setup::Scope::Lab })?;
@@ -157,18 +157,18 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Measures the curves and writes them, with the fastest transport.
+/// Measures the curves with the fastest transport, and writes them.
 fn curves(args: &Args, binaries: &Path) -> Result<()> {
     let mut points = Vec::new();
     let outcome = scaling::measure(Variant::Direct, binaries, &windows(args.quick).in_one(), args.quick, &mut points);
-    // What was measured before something went wrong is not lost.
+    // Points that were measured before an error are not lost.
     let docs = docs(args)?;
     report::write_curves(&docs, Variant::Direct, &points)?;
     eprintln!("written: {}", docs.join("scaling.md").display());
     outcome
 }
 
-/// Where the pages go.
+/// Returns the folder for the pages.
 fn docs(args: &Args) -> Result<PathBuf> {
     if args.quick { Ok(workspace::scratch_dir()?.join("bench")) } else { Ok(workspace::root().join("docs")) }
 }
@@ -190,7 +190,7 @@ fn print(args: &Args, json: &Value, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Prints and writes what was found.
+/// Prints and writes the findings.
 fn show(args: &Args, findings: &Findings) -> Result<()> {
     print_figures(args, findings)?;
     let reached = findings.targets();
@@ -214,7 +214,7 @@ fn windows(quick: bool) -> Windows {
     }
 }
 
-/// The labs of some variants.
+/// Builds the labs of some variants.
 fn open_all(binaries: &Path, variants: &[Variant]) -> Result<Vec<BenchLab>> {
     let open = |variant: &Variant| {
         let step = Step::start(&format!("build a lab: {}", variant.title()));
@@ -225,7 +225,7 @@ fn open_all(binaries: &Path, variants: &[Variant]) -> Result<Vec<BenchLab>> {
     variants.iter().map(open).collect()
 }
 
-/// The cost of each program, one lab after the other: the agents of other labs would add to it.
+/// Measures the cost of each program, one lab at a time: the agents of other labs would add to the cost.
 fn of_programs(binaries: &Path) -> Result<Vec<Figure>> {
     let mut costs = BTreeMap::new();
     for variant in Variant::ALL.into_iter().filter(|one| one.is_spillway()) {
@@ -244,7 +244,7 @@ fn only_programs(args: &Args, binaries: &Path) -> Result<()> {
     print_figures(args, &Findings { figures, ..Findings::default() })
 }
 
-/// What a flow costs once; it needs no rounds.
+/// Measures the one-time costs of a flow, which need no rounds.
 fn of_flows(places: &[BenchLab]) -> Result<Vec<Figure>> {
     let mut all = Vec::new();
     let step = Step::start("cost of flows");

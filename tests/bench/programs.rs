@@ -1,5 +1,5 @@
-//! The cost of each program for one packet of an established flow, by `BPF_PROG_TEST_RUN` in a running lab: real tables,
-//! the flow that a real packet made, the programs that are attached.
+//! Measures the cost of each program for one packet of an established flow, by `BPF_PROG_TEST_RUN` in a running lab:
+//! with real tables, the flow that a real packet made, and the attached programs.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -13,20 +13,20 @@ use lab::{Family, LabNode, wait_until};
 use super::variant::{BenchLab, Variant};
 
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Runs in one sample, and samples.
+/// The number of runs in one sample, and of samples.
 const REPEATED: (u32, usize) = (20_000, 15);
-/// With `vxlan` a run that sends leaves the packet with another length and marked as encapsulated, so that each run needs a packet of
-/// its own. The figure includes what the caches do not hold between two system calls.
+/// With `vxlan`, a run that sends leaves the packet with another length and marked as encapsulated, so that each run
+/// needs a new packet. The figure includes the cache misses after each system call.
 const SINGLE: (u32, usize) = (1, 4_001);
-/// Where the flows of this measurement end.
+/// The server's port of the flows of this measurement.
 const PORT: u16 = 9005;
-/// Network identifiers of the tunnel, as ARCHITECTURE.md names them.
+/// The tunnel's network identifiers, as in ARCHITECTURE.md.
 pub const VNI_FORWARD: u32 = 0x53_50_01;
 const VNI_REPLY: u32 = 0x53_50_02;
 const TUNNEL: &str = "spillway0";
 const TUNNEL_PORT: u16 = 8473;
 const UNDERLAY: &str = "eth0";
-/// Length of the tunnel's headers over IPv4, and the flags of `bpf_skb_adjust_room` (linux/bpf.h) that the programs use for them.
+/// The length of the tunnel's headers over IPv4, and the flags of `bpf_skb_adjust_room` (linux/bpf.h) that the programs use for them.
 const OVERHEAD: i32 = 50;
 const FIXED_GSO: u64 = 1;
 const ENCAP_L3_IPV4: u64 = 1 << 1;
@@ -41,7 +41,7 @@ const HOPS: u8 = 64;
 /// The cost of one program.
 #[derive(Clone, Debug)]
 pub struct Cost {
-    /// `pod_egress, TCP`.
+    /// The program and the protocol, such as `pod_egress, TCP`.
     pub name: String,
     pub family: Family,
     pub cost: lab::bpf::Cost,
@@ -53,19 +53,19 @@ pub enum Protocol {
     Udp,
 }
 
-/// Both ends of a flow: the pod's address, the address that the server sees, and the server's.
+/// The ends of a flow: the pod's address, the address that the server sees, and the server's address.
 pub struct Flow {
     pod: SocketAddr,
     pub egress: SocketAddr,
     pub server: SocketAddr,
 }
 
-/// Measures all programs on a packet's path there and back.
+/// Measures all programs on the path of a packet and its reply.
 pub fn measure(place: &BenchLab) -> Result<Vec<Cost>> {
     let mut costs = Vec::new();
     for family in Family::BOTH {
         for protocol in [Protocol::Tcp, Protocol::Udp] {
-            // The flow lives while its ends do.
+            // The flow lives as long as its ends.
             let (flow, _ends) = open(place, family, protocol)?;
             for (program, node, interface, shot) in shots(place, family, protocol, &flow)? {
                 let pin = place.lab.pins(&node.name).join(format!("links/{program}-{}", shot.ifindex));
@@ -90,7 +90,7 @@ pub fn measure(place: &BenchLab) -> Result<Vec<Cost>> {
     Ok(costs)
 }
 
-/// What a program has the kernel do with the tunnel's header of a packet of this family.
+/// Returns the operation on the tunnel header that a program requests from the kernel for a packet of this family.
 fn header(variant: Variant, program: &str, family: Family) -> Option<Header> {
     let encapsulates = matches!(program, "pod_egress" | "uplink_ingress");
     match variant {
@@ -109,10 +109,10 @@ fn header(variant: Variant, program: &str, family: Family) -> Option<Header> {
     }
 }
 
-/// Both ends of a flow, which lives while they do.
+/// The sockets at both ends of a flow, which keep it alive.
 type Ends = (Option<(TcpServer, TcpClients)>, Option<(UdpServer, UdpClients)>);
 
-/// A flow with packets in both directions.
+/// Opens a flow with packets in both directions.
 pub fn open(place: &BenchLab, family: Family, protocol: Protocol) -> Result<(Flow, Ends)> {
     let server = place.server.ips.at(family, PORT);
     match protocol {
@@ -139,7 +139,7 @@ pub fn open(place: &BenchLab, family: Family, protocol: Protocol) -> Result<(Flo
     }
 }
 
-/// Program, node, interface and packet of each step of the path.
+/// Returns program, node, interface and packet of each step of the path.
 fn shots<'a>(
     place: &'a BenchLab,
     family: Family,
@@ -156,7 +156,7 @@ fn shots<'a>(
     let pod = shot(worker, &place.pod.host_interface, (flow.pod, flow.server), [MAC, MAC], None)?;
     let uplink = shot(gateway, "ext0", back, [MAC, gateway.external_mac()], None)?;
     let macs = [worker.underlay_mac(), gateway.underlay_mac()];
-    // The cost of the guard for packets that do not concern it: one of the node itself.
+    // The cost of the guard for a packet that does not concern it: one of the node itself.
     let own = (worker.underlay.at(family, flow.pod.port()), flow.server);
     let own = Shot { verdict: NEXT, ..shot(worker, UNDERLAY, own, macs, None)? };
     let mut all = vec![
@@ -182,7 +182,7 @@ fn shots<'a>(
     Ok(all)
 }
 
-/// A frame in the headers of the tunnel.
+/// Wraps a frame in the headers of the tunnel.
 pub fn wrapped(macs: [[u8; 6]; 2], from: Ipv4Addr, to: Ipv4Addr, vni: u32, frame: &[u8]) -> Result<Vec<u8>> {
     let inner = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), frame].concat();
     let builder = PacketBuilder::ethernet2(macs[0], macs[1]).ipv4(from.octets(), to.octets(), HOPS);
@@ -194,7 +194,7 @@ pub fn wrapped(macs: [[u8; 6]; 2], from: Ipv4Addr, to: Ipv4Addr, vni: u32, frame
     Ok(bytes)
 }
 
-/// A packet of an established flow; `macs` are its source and its destination.
+/// Builds a packet of an established flow. `macs` are its source and destination.
 pub fn frame(
     protocol: Protocol,
     macs: [[u8; 6]; 2],

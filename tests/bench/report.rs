@@ -1,4 +1,4 @@
-//! The pages: docs/bench.md with every figure, the charts next to it, and the part of README.md between two marks.
+//! The pages: docs/bench.md with every figure, the charts next to it, and the section of README.md between two marks.
 
 use std::fmt::Write;
 use std::fs;
@@ -19,28 +19,28 @@ use super::{chart, failover, targets};
 const BEGIN: &str = "<!-- cargo xtask bench writes what follows -->";
 const END: &str = "<!-- to here -->";
 
-/// Everything that a run has found.
+/// All findings of a run.
 #[derive(Default)]
 pub struct Findings {
     pub rounds: Rounds,
     pub figures: Vec<Figure>,
-    /// What the death of a gateway does.
+    /// The effects of a gateway's death.
     pub failover: Vec<Figure<failover::System>>,
 }
 
 impl Findings {
-    /// The variants that tables have, and what was measured because it was named.
+    /// Returns the variants of the tables, and those that were measured because they were named.
     pub fn columns(&self) -> Vec<Variant> {
         let measured = |variant: &Variant| self.figures.iter().any(|figure| figure.values.contains_key(variant));
         Variant::every().filter(|one| Variant::ALL.contains(one) || measured(one)).collect()
     }
 
-    /// What this run says about the targets.
+    /// Returns the results for the targets.
     pub fn targets(&self) -> Vec<Reached> {
         targets::judge(&self.rounds, &self.figures)
     }
 
-    /// The whole page.
+    /// Returns the whole page.
     pub fn page(&self) -> String {
         let mut page = String::from(
             "# The benchmark's last full run\n\nWritten by `cargo xtask bench`; do not edit. What is measured, how, and what \
@@ -66,7 +66,7 @@ impl Findings {
         page
     }
 
-    /// The part of README.md.
+    /// Returns the section of README.md.
     fn summary(&self) -> String {
         let shown = [Metric::UdpSmall, Metric::Cpu, Metric::Connections, Metric::TcpOut, Metric::TripP50];
         let names: Vec<&str> = shown.iter().map(|metric| metric.title().0).collect();
@@ -75,7 +75,7 @@ impl Findings {
         format!("![rates relative to plain routing](docs/bench.svg)\n\n{}", variants(&short))
     }
 
-    /// Writes the pages: the whole into `docs` and the summary into `readme`.
+    /// Writes the pages: the full page into `docs`, the summary into `readme`.
     pub fn write(&self, docs: &Path, readme: Option<&Path>) -> Result<()> {
         write_page(docs, "bench.md", &self.page())?;
         write_page(docs, "bench.svg", &chart::bars(&self.rounds))?;
@@ -117,7 +117,7 @@ pub fn write_curves(docs: &Path, variant: Variant, points: &[Point]) -> Result<(
     write_page(docs, "scaling.svg", &chart::curves(points))
 }
 
-/// A page with what is between the marks replaced.
+/// Returns a page with the text between the marks replaced.
 fn replaced(text: &str, by: &str) -> Result<String> {
     let (Some((before, rest)), Some((_, after))) = (text.split_once(BEGIN), text.split_once(END)) else {
         bail!("README.md has lost its marks: write {BEGIN} and {END} where the figures belong");
@@ -128,7 +128,7 @@ fn replaced(text: &str, by: &str) -> Result<String> {
     Ok(format!("{before}{BEGIN}\n{by}{END}{after}"))
 }
 
-/// The machine, in one line.
+/// Describes the machine in one line.
 pub fn machine() -> String {
     let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpus.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or_default();
@@ -146,7 +146,7 @@ pub fn machine() -> String {
     )
 }
 
-/// A few lines for a terminal.
+/// Formats the findings for a terminal.
 pub fn terminal(findings: &Findings) -> String {
     let columns = findings.columns();
     let line = |name: &str, figure: &Figure| {

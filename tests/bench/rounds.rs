@@ -1,4 +1,4 @@
-//! The interleaved rounds: each load in each family, in each variant in turn, so that a change of the machine affects
+//! Interleaved rounds: each load in each family runs with all variants in turn, so that a change of the machine affects
 //! all of them.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use super::load::{self, Load, METRICS, Metric, Windows};
 use super::variant::{BenchLab, Variant};
 use xtask::progress::Step;
 
-/// A figure: what, in which family.
+/// The key of a figure: metric and family.
 pub type Key = (Metric, Family);
 
 /// The figures of all loads in both families.
@@ -29,23 +29,23 @@ impl Default for Rounds {
 }
 
 impl Rounds {
-    /// All figures, in the order of the tables.
+    /// Returns all figures, in the order of the tables.
     pub fn figures(&self) -> impl Iterator<Item = &Figure> {
         self.0.values()
     }
 
-    /// One figure.
+    /// Returns one figure.
     pub fn figure(&self, key: Key) -> &Figure {
         &self.0[&key]
     }
 
-    /// How many rounds there are.
+    /// Returns the number of rounds.
     pub fn count(&self) -> usize {
         self.figures().flat_map(|figure| figure.values.values()).map(Vec::len).max().unwrap_or(0)
     }
 }
 
-/// Makes `count` rounds of these loads.
+/// Runs `count` rounds of these loads.
 pub fn run(places: &[BenchLab], loads: &[Load], count: usize, windows: &Windows) -> Result<Rounds> {
     let mut rounds = Rounds::default();
     let began = Instant::now();
@@ -54,7 +54,7 @@ pub fn run(places: &[BenchLab], loads: &[Load], count: usize, windows: &Windows)
         for &load in loads {
             for family in Family::BOTH {
                 step.at(&format!("{load:?} {family:?}"));
-                // The first in a round is the last in the next one.
+                // The first variant of a round is the last of the next round.
                 let mut order: Vec<&BenchLab> = places.iter().collect();
                 order.rotate_left(round % places.len());
                 for ((metric, variant), values) in in_turns(order, load, family, windows)? {
@@ -69,8 +69,8 @@ pub fn run(places: &[BenchLab], loads: &[Load], count: usize, windows: &Windows)
     Ok(rounds)
 }
 
-/// One load of a round, in short windows that go through the variants there and back, so that a machine that becomes slower or
-/// faster meanwhile does so for all.
+/// Runs one load of a round in short windows that go through the variants back and forth, so that all variants share
+/// any change in the machine's speed.
 fn in_turns(
     mut order: Vec<&BenchLab>,
     load: Load,

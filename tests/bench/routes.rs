@@ -1,4 +1,4 @@
-//! The two variants without Spillway, as `ip` and `nft` set them up, and the addresses that loads with many flows go to.
+//! The two variants without Spillway, as set up by `ip` and `nft`, and the addresses for loads with many flows.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -7,11 +7,11 @@ use lab::{Family, Lab, Server, address};
 
 use super::variant::{EGRESS, UDP_PORT};
 
-/// How many addresses the server has for loads with many flows: a pod's ports alone do not make a million.
+/// The number of the server's addresses for loads with many flows: one pod's ports alone do not suffice for a million.
 pub const TARGETS: u8 = 128;
 const TARGET_NETS: [&str; 2] = ["203.0.113.0/24", "2001:db8:71::/64"];
 
-/// The addresses for loads with many flows.
+/// Returns the addresses for loads with many flows.
 pub fn targets(family: Family) -> Vec<SocketAddr> {
     (1..=TARGETS).map(|n| SocketAddr::new(target(family, n), UDP_PORT)).collect()
 }
@@ -40,12 +40,12 @@ pub fn towards_targets(lab: &Lab, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// The pods' node sends everything to the gateways, which forward it, each flow through one of them; the server has the
-/// routes back.
+/// Sets up plain routing: the pods' node sends everything to the gateways, each flow through one of them, and the
+/// gateways forward it. The server has the routes back.
 pub fn plain(lab: &Lab) -> Result<()> {
     let (worker, server) = (&lab.node("worker1").ns, &lab.server("server1").ns);
     for ns in [worker, server] {
-        // By addresses and ports, as Spillway does it.
+        // Hashes addresses and ports, as Spillway does.
         ns.sysctls(&[("net.ipv4.fib_multipath_hash_policy", "1"), ("net.ipv6.fib_multipath_hash_policy", "1")])?;
     }
     let external: Option<Vec<_>> = lab.gateways().map(|gateway| gateway.external).collect();
@@ -61,8 +61,8 @@ pub fn plain(lab: &Lab) -> Result<()> {
     Ok(())
 }
 
-/// What a gateway made of iptables rules does, in both directions; conntrack runs on both nodes, as it does in every
-/// cluster whose nodes masquerade.
+/// Sets up a gateway made of iptables rules, in both directions. conntrack runs on both nodes, as in every cluster
+/// whose nodes masquerade.
 pub fn stock(lab: &Lab) -> Result<()> {
     let (worker, gateway) = (lab.node("worker1"), lab.node("gw1"));
     let pods = address::pod_prefixes(worker.index);

@@ -1,5 +1,5 @@
-//! `cargo xtask bench --scale`: the planner on clusters too large for any machine, and an agent with a full node;
-//! writes docs/scale.md.
+//! `cargo xtask bench --scale`: measures the planner on clusters too large for any machine, an agent with a full node,
+//! and a controller with a large cluster (KWOK). Writes docs/scale.md.
 
 use std::fmt::Write;
 use std::fs;
@@ -17,7 +17,7 @@ use super::report::machine;
 use xtask::progress::{self, Step};
 use xtask::{build, workspace};
 
-/// Nodes, pods, policies, egress IPs. The first is what Spillway is built for; the others change one thing each.
+/// Nodes, pods, policies, egress IPs. Spillway is designed for the first size; the others vary one number each.
 const SIZES: [[u32; 4]; 5] = [
     [10_000, 150_000, 1_000, 1_000],
     [1_000, 150_000, 1_000, 1_000],
@@ -25,7 +25,7 @@ const SIZES: [[u32; 4]; 5] = [
     [10_000, 150_000, 100, 1_000],
     [10_000, 150_000, 1_000, 100],
 ];
-/// What a real API server on this machine can handle.
+/// The size that a real API server on this machine can handle.
 const LARGE: Size = Size { nodes: 5_000, pods: 50_000, policies: 1_000, egress_ips: 1_000 };
 /// Bounds, in milliseconds and bytes.
 const FULL_PLAN_MS: f64 = 1_000.0;
@@ -33,11 +33,11 @@ const ONE_POD_MS: f64 = 1.0;
 const AGENT_BYTES: u64 = 64 << 20;
 const CONTROLLER_BYTES: u64 = 1 << 30;
 
-/// A full node.
+/// The pods and policies of a full node.
 const PODS: u32 = 250;
 const POLICIES: u32 = 1_000;
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How long the agent's memory must not have grown before it is read.
+/// The time without growth of the agent's memory after which it is read.
 const SETTLED: Duration = Duration::from_secs(3);
 
 #[derive(Debug, Deserialize)]
@@ -63,19 +63,19 @@ impl Planned {
         [self.nodes, self.pods, self.policies, self.egress_ips].map(|n| number(n.into())).join(" | ")
     }
 
-    /// The slowest of all kinds of changes of one pod.
+    /// Returns the time of the slowest kind of change of one pod.
     fn one_pod_ms(&self) -> f64 {
         self.pod_more_ms.max(self.pod_elsewhere_ms).max(self.pod_relabelled_ms).max(self.pod_gone_ms)
     }
 }
 
-/// What an agent with a full node holds.
+/// The memory of an agent with a full node, in bytes.
 struct MeasuredAgent {
     resident: u64,
     maps: u64,
 }
 
-/// Measures and writes. Fails when a bound is exceeded.
+/// Measures and writes the page. Fails if a bound is exceeded.
 pub fn run() -> Result<()> {
     let binaries = build::binaries(true)?;
     let mut build = workspace::cargo("build");
@@ -148,7 +148,7 @@ fn pod(n: u32) -> String {
     )
 }
 
-/// Each pod is selected by four policies, each for a network of its own.
+/// Returns a policy. Four policies select each pod, each for a separate network.
 fn policy(n: u32) -> String {
     let (app, host) = (n % PODS, 10 + n % 80);
     format!(
@@ -164,7 +164,7 @@ fn mebibytes(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// Everything that was measured.
+/// All measurements.
 struct Found {
     planned: Vec<Planned>,
     agent: MeasuredAgent,

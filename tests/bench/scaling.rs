@@ -1,5 +1,5 @@
-//! How packet rate and connection rate change when a cluster grows: flows, policies, CIDRs, gateways. Each point is a lab
-//! of its own, measured in turns with one that has one of everything.
+//! The change of packet rate and connection rate as a cluster grows: flows, policies, CIDRs, gateways. Each point is a
+//! separate lab, measured in turns with a lab that has one of everything.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,15 +16,15 @@ use super::variant::{BenchLab, CPU, EGRESS, Variant, patience, policy};
 use xtask::progress::Step;
 
 const FAMILY: Family = Family::V4;
-/// Room for the flows of the largest point and for the connections alongside them.
+/// Room for the flows of the largest point and for concurrent connections.
 const MANY_FLOWS: &str = "maxFlows: 1200000\nmaxFlowsPerPod: 1200000\n";
-/// Flows that packets use in turn where the number of flows is not what grows.
+/// The number of sockets, each with a flow to every target, for axes other than the number of flows.
 const SOCKETS: usize = 16;
-/// Rounds of each point.
+/// The number of rounds of each point.
 const ROUNDS: usize = 7;
 const QUICK_ROUNDS: usize = 3;
 
-/// What grows.
+/// The number that grows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Axis {
     Flows,
@@ -34,10 +34,10 @@ pub enum Axis {
 }
 
 impl Axis {
-    /// All, in the order of the tables.
+    /// All axes, in the order of the tables.
     pub const ALL: [Axis; 4] = [Axis::Flows, Axis::Policies, Axis::Cidrs, Axis::Gateways];
 
-    /// The name in tables and charts.
+    /// Returns the name in tables and charts.
     pub fn title(self) -> &'static str {
         match self {
             Axis::Flows => "live flows",
@@ -47,7 +47,7 @@ impl Axis {
         }
     }
 
-    /// The points beyond the first, which has one.
+    /// Returns the points beyond the first, which has a count of one.
     fn points(self, quick: bool) -> &'static [u32] {
         match (self, quick) {
             (Axis::Flows, false) => &[1_000, 100_000, 1_000_000],
@@ -67,8 +67,8 @@ impl Axis {
 pub enum Series {
     /// 64-byte UDP through all flows in turn.
     AllFlows,
-    /// Through all flows in turn, by plain routing through as many gateways: what the lab itself loses to the memory of
-    /// the generator and of that many namespaces.
+    /// The same by plain routing through as many gateways: the loss of the lab itself, due to the memory of the
+    /// generator and of that many namespaces.
     PlainFlows,
     /// 64-byte UDP through one flow.
     OneFlow,
@@ -93,16 +93,16 @@ impl Column for Series {
     }
 }
 
-/// One point: how it compares with one of everything.
+/// One point, compared with one of everything.
 #[derive(Clone, Debug)]
 pub struct Point {
     pub axis: Axis,
     pub count: u32,
-    /// What was measured, relative to the lab with one of everything, round by round.
+    /// The measurements relative to the lab with one of everything, round by round.
     pub relative: Figure<Series>,
 }
 
-/// Measures all curves with one transport; `points` are those that were measured, even if it fails.
+/// Measures all curves with one transport. `points` receives the measured points, even on an error.
 pub fn measure(
     variant: Variant,
     binaries: &Path,
@@ -135,12 +135,12 @@ pub fn measure(
     Ok(())
 }
 
-/// A policy may have somewhat more (`maxItems` of the CRD).
+/// The number of CIDRs of a policy, somewhat less than the CRD allows (`maxItems`).
 const CIDRS_OF_A_POLICY: usize = 1000;
 
-/// Changes the policies of a lab so that it has `count` of something, and waits until they are in force.
+/// Changes the policies of a lab so that it has `count` of the axis's kind, and waits until they are in force.
 fn grow(place: &BenchLab, axis: Axis, count: u32) -> Result<()> {
-    // The server's own prefix comes last, so that it is in force when everything before it is.
+    // The server's own prefix comes last: it is in force once everything before it is.
     let near = format!("{}/32", place.server.ips.v4);
     let elsewhere = |n: u32| format!("100.{}.{}.{}/32", 64 + (n >> 16), n >> 8 & 0xff, n & 0xff);
     let manifests = place.lab.manifests();
@@ -183,7 +183,7 @@ fn in_force(place: &BenchLab, axis: Axis, count: u32) -> Result<()> {
     let map = maps.join(map);
     wait_until(&what, patience(&place.lab), || lab::bpf::map_entries(&map), |found| *found >= entries as usize)?;
     if axis == Axis::Gateways {
-        // Flows over all gateways, each of which has to know its leases.
+        // Flows use all gateways, each of which must know its leases.
         let all = || Ok(place.sources(FAMILY, 16 * count as usize)?.len());
         wait_until("connections leave through every gateway", patience(&place.lab), all, |seen| {
             *seen == count as usize
@@ -249,7 +249,7 @@ fn others(
     Ok(rates.point(axis, count))
 }
 
-/// Two labs that are compared, with the loads of many flows.
+/// Two labs to compare, with loads of many flows.
 struct Pair<'a> {
     places: [&'a BenchLab; 2],
     blasters: [Blaster; 2],
@@ -271,7 +271,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// Ratios, round by round.
+/// The ratios of each series, round by round.
 #[derive(Default)]
 struct Rates(BTreeMap<Series, Vec<f64>>);
 

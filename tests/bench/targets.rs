@@ -16,7 +16,7 @@ enum Bound {
 
 use Bound::{AtLeast, AtMost};
 
-/// Figure, variant, what it is compared with, and the bound.
+/// The metric, the variant, the variant that it is compared with, and the bound.
 const RATIOS: [(Metric, Variant, Variant, Bound); 16] = [
     (Metric::UdpSmall, Direct, Plain, AtLeast(1.0)),
     (Metric::UdpSmall, Direct, Stock, AtLeast(2.0)),
@@ -36,7 +36,7 @@ const RATIOS: [(Metric, Variant, Variant, Bound); 16] = [
     (Metric::TripP99, Direct, Plain, AtMost(1.1)),
 ];
 
-/// Nanoseconds that a program may cost beyond an empty one.
+/// The nanoseconds that a program may cost beyond an empty one.
 const PROGRAMS: [(&str, f64); 4] =
     [("pod_egress", 110.0), ("tunnel_ingress", 70.0), ("underlay_ingress", 70.0), ("uplink_ingress", 70.0)];
 
@@ -48,7 +48,7 @@ pub struct Reached {
     pub holds: bool,
 }
 
-/// Every target that this run can judge.
+/// Returns the results of all targets that this run can judge.
 pub fn judge(rounds: &Rounds, figures: &[Figure]) -> Vec<Reached> {
     let mut all = Vec::new();
     for (metric, variant, to, bound) in RATIOS {
@@ -72,7 +72,7 @@ pub fn judge(rounds: &Rounds, figures: &[Figure]) -> Vec<Reached> {
     for figure in figures {
         let Some(name) = figure.name.strip_suffix(BEYOND_EMPTY) else { continue };
         let Some((program, limit)) = PROGRAMS.iter().find(|(program, _)| name.starts_with(program)) else { continue };
-        // The cost of a packet's first program counts in full; the bound of the others is without the tunnel's header.
+        // The cost of a packet's first program counts in full; the bound of the others excludes the tunnel header.
         let bare = figures.iter().find(|other| other.name.strip_suffix(WITHOUT_HEADER) == Some(name));
         let bare = bare.filter(|_| *program != "pod_egress");
         for variant in figure.values.keys() {

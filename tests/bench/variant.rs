@@ -1,4 +1,4 @@
-//! What is compared: one topology, and the paths that its packets may take.
+//! The compared variants: one topology, and the paths that its packets may take.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -22,17 +22,17 @@ pub const ECHO_PORT: u16 = 9003;
 const LOOK_PORT: u16 = 9004;
 /// The host number of the egress IPs.
 pub const EGRESS: u8 = 10;
-/// The processor of the sender, and of the echo that it waits for: a round trip includes no wake-up of another processor,
-/// which takes longer than the trip and varies from one time to the next.
+/// The processor of the sender, and of the echo that it waits for: a round trip thus includes no wake-up of another
+/// processor, which takes longer than the trip and varies.
 pub const CPU: usize = 1;
 /// The processor of the receivers.
 const OTHER_CPU: usize = 0;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A machine that is busy with a load must not look like a dead gateway, nor must an agent that is stopped while its programs are
-/// measured.
+/// A configuration in which neither a machine that is busy with a load nor an agent that is stopped while its programs
+/// are measured looks like a dead gateway.
 pub const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 10s, duration: 120s}\ndeadline: 100s\n";
-/// How many nodes start within [`PATIENCE`]: each loads its programs, and all are on one machine.
+/// The number of nodes that start within [`PATIENCE`]: each loads its programs, and all are on one machine.
 const NODES_AT_ONCE: u32 = 8;
 
 /// One variant.
@@ -40,7 +40,7 @@ const NODES_AT_ONCE: u32 = 8;
 pub enum Variant {
     /// Routed by the kernel through the same gateway, without translation: the limit.
     Plain,
-    /// What a gateway made of iptables does: nft mark, policy route, VXLAN, SNAT.
+    /// A gateway made of iptables rules: nft mark, policy route, VXLAN, SNAT.
     Stock,
     /// Spillway, over the tunnel device.
     Device,
@@ -48,14 +48,14 @@ pub enum Variant {
     Vxlan,
     /// Spillway, without outer headers.
     Direct,
-    /// The same without the host's firewall (`firewall: bypass`); everything else above is with it.
+    /// `Direct` without the host's firewall (`firewall: bypass`), which all other variants pass.
     Bypass,
-    /// Spillway as in `Direct`, with each flow logged (`flowLog.mode: Flows`): only if it is named.
+    /// `Direct` with each flow logged (`flowLog.mode: Flows`): measured only if it is named.
     Logged,
 }
 
-/// All variants with their keys in the JSON output, the titles and colours of their columns, and the agents' configurations; none if there are
-/// no agents.
+/// All variants with their keys in the JSON output, the titles and colours of their columns, and the agents'
+/// configurations (`None` without agents).
 const VARIANTS: [(Variant, &str, &str, &str, Option<&str>); 7] = [
     (Variant::Plain, "plain", "plain routing", "#9aa0a6", None),
     (Variant::Stock, "stock", "stock kernel", "#d9a441", None),
@@ -79,26 +79,26 @@ const VARIANTS: [(Variant, &str, &str, &str, Option<&str>); 7] = [
 ];
 
 impl Variant {
-    /// All, in the order of the tables.
+    /// All variants in the order of the tables.
     pub const ALL: [Variant; 6] =
         [Variant::Plain, Variant::Stock, Variant::Device, Variant::Vxlan, Variant::Direct, Variant::Bypass];
 
-    /// Those, and what is measured only if it is named.
+    /// Returns those, and the variants that are measured only if named.
     pub fn every() -> impl Iterator<Item = Variant> {
         VARIANTS.into_iter().map(|(variant, ..)| variant)
     }
 
-    /// The colour of its bars.
+    /// Returns the colour of its bars.
     pub fn color(self) -> &'static str {
         VARIANTS[self as usize].3
     }
 
-    /// The agents' configuration for it; `None` if there are no agents.
+    /// Returns the agents' configuration; `None` if there are no agents.
     fn config(self) -> Option<&'static str> {
         VARIANTS[self as usize].4
     }
 
-    /// Whether it is one of Spillway's.
+    /// Returns whether it is a variant of Spillway.
     pub fn is_spillway(self) -> bool {
         self.config().is_some()
     }
@@ -114,24 +114,24 @@ impl Column for Variant {
     }
 }
 
-/// A variant that can be measured: a lab with one pod, one gateway and one server.
+/// A variant ready for measurement: a lab with one pod, one gateway or more, and one server.
 pub struct BenchLab {
     pub variant: Variant,
     pub pod: Pod,
     pub server: Server,
-    /// Where UDP packets of both families are counted.
+    /// Counts UDP packets of both families.
     pub sink: UdpSink,
     _servers: (BulkServer, LoadServer, LoadServer),
     pub lab: Lab,
 }
 
 impl BenchLab {
-    /// Builds the lab of a variant. `config` is added to the agents' configuration, `gateways` is how many there are.
+    /// Builds the lab of a variant. `config` is added to the agents' configuration; `gateways` is the number of gateways.
     pub fn open(variant: Variant, binaries: &Path, config: &str, gateways: u8) -> Result<BenchLab> {
         Self::open_with(variant, binaries, config, gateways, false)
     }
 
-    /// The same; `cards`: with links like those between cards.
+    /// Like [`Self::open`]; with `cards`, links resemble those between network cards.
     pub fn open_with(variant: Variant, binaries: &Path, config: &str, gateways: u8, cards: bool) -> Result<BenchLab> {
         let masquerade = variant != Variant::Plain;
         let builder = Lab::builder().workers(1).gateways(gateways).far_servers(0).masquerade(masquerade);
@@ -158,7 +158,7 @@ impl BenchLab {
         Ok(place)
     }
 
-    /// Waits until the pod's connections have the address at the server that this variant gives them.
+    /// Waits until the server sees the source address that this variant gives to the pod's connections.
     pub fn check(&self) -> Result<()> {
         for family in Family::BOTH {
             let expected = match self.variant {
@@ -172,13 +172,13 @@ impl BenchLab {
         Ok(())
     }
 
-    /// [`sources`] of the pod.
+    /// Returns the [`sources`] of the pod.
     pub fn sources(&self, family: Family, count: usize) -> Result<BTreeSet<IpAddr>> {
         sources(&self.pod.ns, &self.server, family, count)
     }
 }
 
-/// The addresses that `count` new connections have at the server.
+/// Opens `count` new connections and returns their source addresses at the server.
 pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> Result<BTreeSet<IpAddr>> {
     let listening = TcpServer::start(&server.ns, &server.ips.both(LOOK_PORT), ServerMode::Echo)?;
     let options = TcpOptions { connect_timeout: Duration::from_millis(500), reset: true, ..TcpOptions::once() };
@@ -190,7 +190,7 @@ pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> R
     Ok(listening.source_of_flow().values().map(|peer| peer.ip()).collect())
 }
 
-/// How long an operation on the whole lab may take.
+/// Returns the time that an operation on the whole lab may take.
 pub fn patience(lab: &Lab) -> Duration {
     PATIENCE * (lab.nodes().count() as u32).div_ceil(NODES_AT_ONCE)
 }
@@ -217,7 +217,7 @@ fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Resu
     lab.start_controller("controller", &options).context("the controller")
 }
 
-/// A policy for the bench's pod: destinations, and the host numbers of its egress IPs with the gateway of each.
+/// Returns a policy for the bench's pod, with these destinations and the host numbers of its egress IPs, each with its gateway.
 pub fn policy(name: &str, destinations: &[&str], egress: &[(u8, &str)]) -> String {
     let quoted: Vec<String> = destinations.iter().map(|net| format!("\"{net}\"")).collect();
     let mut text = format!(

@@ -1,23 +1,23 @@
-//! What the demo claims, what it measured, and whether the two agree. Pure.
+//! The demo's claims: expectation, measurement and verdict. Free of side effects.
 
 use serde::Serialize;
 
 use super::table::Table;
 
-/// One statement about Spillway, and its proof.
+/// A statement about Spillway, and its proof.
 #[derive(Clone, Debug, Serialize, PartialEq, Eq)]
 pub struct Claim {
     /// The statement.
     pub name: String,
-    /// Whether what was measured is what was expected.
+    /// Whether the measurement equals the expectation.
     pub holds: bool,
-    /// What must be measured for the claim to hold.
+    /// The measurement that the claim requires.
     pub expected: String,
-    /// What was measured.
+    /// The actual measurement.
     pub measured: String,
 }
 
-/// All claims of a run in the order in which they were shown. Its JSON is the output of `--json`.
+/// All claims of a run, in the order in which they were shown. `--json` prints this.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Claims {
     claims: Vec<Claim>,
@@ -29,12 +29,12 @@ impl Claims {
         self.claims.push(claim);
     }
 
-    /// Whether there are claims and all of them hold.
+    /// Returns whether there are claims and all of them hold.
     pub fn all_hold(&self) -> bool {
         !self.claims.is_empty() && self.claims.iter().all(|claim| claim.holds)
     }
 
-    /// The claims, one a row.
+    /// Returns a table with one claim per row.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&["", "claim", "expected", "measured"]).limits(&[4, 34, 30, 36]);
         for claim in &self.claims {
@@ -43,7 +43,7 @@ impl Claims {
         table
     }
 
-    /// `12 of 13 claims hold`.
+    /// Returns a summary such as `12 of 13 claims hold`.
     pub fn line(&self) -> String {
         let holding = self.claims.iter().filter(|claim| claim.holds).count();
         format!("{holding} of {} claims hold", self.claims.len())

@@ -1,4 +1,4 @@
-//! The small cluster of the demo: two workers with pods, three gateways, two outside servers, and Spillway in it.
+//! The demo's small cluster: two workers with pods, three gateways, two outside servers, and Spillway.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ use super::sightings::Sightings;
 use super::streams::Streams;
 use xtask::workspace;
 
-/// Pods by name, node and label `app`. worker1 wires its pods as Calico does, worker2 behind a bridge as flannel does.
+/// Pods by name, node and label `app`. worker1 connects its pods as Calico does, worker2 by a bridge as flannel does.
 const PODS: [(&str, &str, &str); 11] = [
     ("web-1", "worker1", "web"),
     ("web-2", "worker1", "web"),
@@ -32,25 +32,25 @@ const PODS: [(&str, &str, &str); 11] = [
     ("mail-1", "worker1", "mail"),
 ];
 
-/// The pools, which are applied first: they tell nodes that they may be gateways.
+/// The manifest of the pools, which is applied first: pools tell nodes that they may be gateways.
 pub const POOLS: &str = "pools";
-/// The manifests of policies that are applied, by the names of their files without `.yaml`, each with its policy.
+/// The manifests of policies to apply, by file name without `.yaml`, each with its policy.
 pub const MANIFESTS: [(&str, &str); 3] =
     [("web-per-flow", "web"), ("ledger-per-endpoint", "ledger"), ("mail-weighted", "mail")];
 
-/// The manifest that is applied while connections are opened, and its policy.
+/// The manifest that is applied while connections are being opened, and its policy.
 pub const EXCEPTION: (&str, &str) = ("web-to-partner", "partner");
 
 /// The name of the controller among the lab's processes.
 pub const CONTROLLER: &str = "controller";
-/// Where the servers echo, and where they stream.
+/// The ports where the servers echo, and where they stream.
 pub const ECHO_PORT: u16 = 80;
 pub const STREAM_PORT: u16 = 8080;
-/// Where agents serve their metrics, each in its node's namespace.
+/// The port where agents serve their metrics, each in its node's namespace.
 pub const METRICS_PORT: u16 = 9473;
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Everything that the scenes share.
+/// The state shared by the scenes.
 pub struct Show {
     /// The narration.
     pub screen: Screen,
@@ -62,20 +62,20 @@ pub struct Show {
     pub near: TcpServer,
     /// Echo on `far1`, which is behind a router.
     pub far: TcpServer,
-    /// The gateways of the policy `web`'s egress IPs while all gateways were well.
+    /// The gateways of `web`'s egress IPs while all gateways were healthy.
     pub home: BTreeMap<IpAddr, String>,
-    /// Packets seen by `server1` in all scenes.
+    /// Packets that `server1` has seen in all scenes.
     pub sightings: Sightings,
     /// The cluster.
     pub lab: Lab,
-    /// How agents are started.
+    /// The options with which agents are started.
     pub agents: StartOptions,
-    /// How the controller, which runs in the host's network, is started.
+    /// The options with which the controller is started.
     pub controller: StartOptions,
 }
 
 impl Show {
-    /// Builds the cluster and starts Spillway in it, with pools and without any policy yet.
+    /// Builds the cluster and starts Spillway in it, with pools but without policies.
     pub fn open(screen: Screen, binaries: &Path) -> Result<Show> {
         let mut lab = screen.wait("build a cluster of network namespaces", || {
             let mut lab = Lab::builder().workers(2).gateways(3).build()?;
@@ -105,7 +105,7 @@ impl Show {
         wait_until("every agent reports", PATIENCE, reporting, |count| *count == nodes).map(drop)
     }
 
-    /// Applies the policies and waits until every one is in force: as the controller says, and then as every pod sees it.
+    /// Applies the policies and waits until all are in force: first as the controller reports, then as every pod sees it.
     pub fn apply(&self) -> Result<()> {
         for (file, _) in MANIFESTS {
             self.lab.manifests().write(file, &example(file)?)?;
@@ -126,7 +126,7 @@ impl Show {
         Ok(())
     }
 
-    /// Opens one connection from a pod to the near server and returns the address that it has there.
+    /// Opens one connection from a pod to the near server and returns the source address that the server sees.
     fn source_of_a_flow(&self, pod: &str, family: Family) -> Result<IpAddr> {
         let options = TcpOptions { connect_timeout: Duration::from_millis(300), ..TcpOptions::once() };
         let target = self.server().ips.at(family, ECHO_PORT);
@@ -143,33 +143,33 @@ impl Show {
         Ok(())
     }
 
-    /// The long-lived connections.
+    /// Returns the long-lived connections.
     pub fn streams(&self) -> Result<&Streams> {
         self.streams.as_ref().context("the long-lived connections are not open")
     }
 
-    /// The server next to the gateways.
+    /// Returns the server next to the gateways.
     pub fn server(&self) -> &Server {
         self.lab.server("server1")
     }
 
-    /// The addresses of all egress IPs.
+    /// Returns the addresses of all egress IPs.
     pub fn egress_addresses(&self) -> Result<Vec<IpAddr>> {
         Ok(self.lab.manifests().egress_ips()?.iter().map(|one| one.address).collect())
     }
 
-    /// Shows a claim and remembers it.
+    /// Shows and records a claim.
     pub fn claim(&mut self, name: &str, holds: bool, expected: impl Into<String>, measured: impl Into<String>) {
         self.add(Claim { name: name.to_owned(), holds, expected: expected.into(), measured: measured.into() });
     }
 
-    /// The same for a claim that is already made.
+    /// Shows and records a claim.
     pub fn add(&mut self, claim: Claim) {
         self.screen.claim(&claim);
         self.claims.add(claim);
     }
 
-    /// The ends of the logs of all processes that have ended on their own.
+    /// Returns the ends of the logs of all processes that have ended on their own.
     pub fn obituaries(&mut self) -> Vec<String> {
         let nodes: Vec<String> = self.lab.nodes().map(|node| node.name.clone()).collect();
         let mut found = Vec::new();
@@ -187,7 +187,7 @@ impl Show {
     }
 }
 
-/// The text of `manifests/examples/NAME.yaml`.
+/// Returns the text of `manifests/examples/NAME.yaml`.
 pub fn example(name: &str) -> Result<String> {
     let path = workspace::root().join("manifests/examples").join(format!("{name}.yaml"));
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -211,7 +211,7 @@ mod tests {
         names.sort();
         let mut applied: Vec<&str> =
             MANIFESTS.iter().chain([&EXCEPTION]).map(|(file, _)| *file).chain([POOLS]).collect();
-        // It is for a namespace that the demo does not have.
+        // This example is for a namespace that the demo does not have.
         applied.push("team");
         applied.sort_unstable();
         assert_eq!(names, applied);

@@ -1,5 +1,5 @@
-//! Short connections that a pod keeps opening, each with the time of its start. They show when new connections had
-//! trouble, and with which address they left.
+//! Short connections that a pod keeps opening, with their start times. They show when new connections had trouble, and
+//! from which address they left.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -16,16 +16,16 @@ use super::table::{Table, bar};
 
 /// The time between two connections.
 const INTERVAL: Duration = Duration::from_millis(10);
-/// TCP retransmits a lost SYN after a second; a SYN that took less than this was not lost.
+/// TCP retransmits a lost SYN after a second. If connecting took less than this, the SYN was not lost.
 const REPEATED: Duration = Duration::from_millis(700);
-/// How long the first bytes of the last connections may take to be answered.
+/// The time within which the first bytes of the last connections must be answered.
 const ECHO: Duration = Duration::from_millis(500);
-/// How long it may take until a server knows a connection that is open.
+/// The time within which the server must know an open connection.
 const KNOWN: Duration = Duration::from_secs(20);
-/// When a connection counts as failed.
+/// The time after which a connection counts as failed.
 const GIVE_UP: Duration = Duration::from_secs(8);
 
-/// Opens one connection, and waits until the server knows it: the connection, and its source there.
+/// Opens one connection and waits until the server knows it. Returns the connection and its source as the server sees it.
 pub fn seen(
     ns: &NetNs,
     target: SocketAddr,
@@ -49,18 +49,18 @@ pub struct Trickle {
 /// One connection of a trickle.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Flow {
-    /// When it was started.
+    /// Its start time.
     pub started: Instant,
-    /// How it went.
+    /// Its outcome.
     pub outcome: Outcome,
-    /// Its source address at the server, if it got there.
+    /// Its source address at the server, if it arrived there.
     pub source: Option<IpAddr>,
 }
 
-/// How the start of a connection went.
+/// The outcome of opening a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Established at once.
+    /// Established immediately.
     Opened,
     /// Established after TCP retransmitted its first packet.
     Waited(Duration),
@@ -69,7 +69,7 @@ pub enum Outcome {
 }
 
 impl Trickle {
-    /// Starts opening connections from `ns` to `target`, a hundred a second. They stay open until the end.
+    /// Starts opening connections from `ns` to `target`, a hundred per second. They stay open until the end.
     pub fn start(ns: &NetNs, target: SocketAddr) -> Result<Trickle> {
         let options = TcpOptions { connect_timeout: GIVE_UP, ..TcpOptions::once() };
         let clients = Arc::new(TcpClients::open(ns, target, 0, options)?);
@@ -87,13 +87,13 @@ impl Trickle {
         Ok(Trickle { clients, stop, opener: Some(opener) })
     }
 
-    /// How many connections are established.
+    /// Returns the number of established connections.
     pub fn opened(&self) -> usize {
         self.clients.connections().iter().filter(|one| one.state == ConnectionState::Open).count()
     }
 
-    /// Stops opening connections, waits until the outcome of all is known, and returns them in the order of their
-    /// start. `server` is asked for their sources. They are closed when the trickle is dropped.
+    /// Stops opening connections, waits until all outcomes are known, and returns the connections in the order of their
+    /// start, with their sources at `server`. They are closed when the trickle is dropped.
     pub fn finish(&mut self, server: &TcpServer) -> Result<Vec<Flow>> {
         self.stop.store(true, Ordering::Relaxed);
         let Some(opener) = self.opener.take() else { return Ok(Vec::new()) };
@@ -135,7 +135,7 @@ fn outcome(report: &ConnectionReport) -> Outcome {
     }
 }
 
-/// How many connections of each outcome: opened at once, had to wait, failed.
+/// Counts connections by outcome: opened immediately, waited, failed.
 pub fn counts(flows: &[Flow]) -> (usize, usize, usize) {
     let count = |wanted: fn(&Outcome) -> bool| flows.iter().filter(|flow| wanted(&flow.outcome)).count();
     (
@@ -145,14 +145,14 @@ pub fn counts(flows: &[Flow]) -> (usize, usize, usize) {
     )
 }
 
-/// How long after `event` the last connection was started that did not open at once; `None` when all did.
+/// Returns the time from `event` to the start of the last connection that did not open immediately; `None` if all did.
 fn trouble_after(flows: &[Flow], event: Instant) -> Option<Duration> {
     let troubled = flows.iter().filter(|flow| flow.outcome != Outcome::Opened && flow.started >= event);
     troubled.map(|flow| flow.started - event).max()
 }
 
-/// How long after `event` the last connection was started that left with one of the `old` addresses, or did not open at
-/// once.
+/// Returns the time from `event` to the start of the last connection that left with one of the `old` addresses, or did
+/// not open immediately.
 pub fn last_with(flows: &[Flow], event: Instant, old: &[IpAddr]) -> Option<Duration> {
     let with_old = flows
         .iter()
@@ -160,8 +160,8 @@ pub fn last_with(flows: &[Flow], event: Instant, old: &[IpAddr]) -> Option<Durat
     with_old.filter(|flow| flow.started >= event).map(|flow| flow.started - event).max()
 }
 
-/// The outcomes of new connections from half a second before `event` on until all went well again for a second, in
-/// steps of half a second.
+/// Returns the outcomes of new connections in steps of half a second, from half a second before `event` until all have
+/// gone well for a second.
 pub fn timeline(flows: &[Flow], event: Instant) -> Table {
     const STEP: f64 = 0.5;
     let mut steps: BTreeMap<i64, Vec<&Flow>> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! The lab that is left up: commands to look around in it, and a server that tells callers who they are.
+//! The lab that stays up: commands for looking around in it, and a server that tells callers their address.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -11,17 +11,17 @@ use lab::{Family, Lab};
 use super::cluster::ECHO_PORT;
 use super::screen::Screen;
 
-/// Starts a server on the outside server that tells its callers who they are, as a process that outlives this one.
+/// Starts a process on the outside server that tells callers their address, and that outlives this process.
 fn start_server(lab: &Lab, binaries: &Path) -> Result<()> {
     let mut command = lab.server("server1").ns.command(binaries.join("egressctl"));
     command.args(["connectivity", "serve", "--listen", &format!("[::]:{ECHO_PORT}")]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    // A Ctrl-C at the terminal must not reach it.
+    // A Ctrl-C at the terminal must not reach the server.
     command.process_group(0).spawn().context("cannot start the server that tells who calls")?;
     Ok(())
 }
 
-/// Leaves the lab up and says what can be done in it.
+/// Leaves the lab up and prints commands to use in it.
 pub fn keep(lab: Lab, screen: &Screen, binaries: &Path) -> Result<()> {
     start_server(&lab, binaries)?;
     let hints = hints(&lab, binaries);
@@ -76,7 +76,7 @@ fn hints(lab: &Lab, binaries: &Path) -> Vec<String> {
     lines
 }
 
-/// The pinned flow tables of a node.
+/// Returns the pinned flow tables of a node.
 fn flow_maps(pins: &Path) -> Vec<String> {
     let mut found = Vec::new();
     let mut folders = vec![pins.to_owned()];

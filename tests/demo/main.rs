@@ -1,5 +1,5 @@
-//! `cargo xtask demo`: a small cluster in network namespaces, Spillway in it, and claims that are measured while a
-//! newcomer watches. Knows Spillway as programs to start, manifests to write and files to read, like any user.
+//! `cargo xtask demo`: Spillway in a small cluster of network namespaces, and claims that are measured while a newcomer
+//! watches. Like any user, the demo knows Spillway only as programs to start, manifests to write and files to read.
 
 mod claims;
 mod cluster;
@@ -31,7 +31,7 @@ pub struct Args {
     /// Print only the claims, as JSON: {"claims": [{"name", "holds", "expected", "measured"}]}
     #[arg(long)]
     json: bool,
-    /// The same on a real Kubernetes on this machine (`cargo xtask cluster`), with what kubectl shows
+    /// Run on a real Kubernetes on this machine (`cargo xtask cluster`), and show the output of kubectl
     #[arg(long)]
     cluster: bool,
     /// Leave the lab up at the end, and print commands to look around in it
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
     ended(run(&Args::parse()))
 }
 
-/// Shows everything. Returns whether all claims hold.
+/// Runs the demo. Returns whether all claims hold.
 fn run(args: &Args) -> Result<bool> {
     match args {
         Args { remove: true, .. } => remove().map(|()| true),
@@ -68,7 +68,7 @@ fn remove() -> Result<()> {
     Ok(())
 }
 
-/// Returns whether all claims hold.
+/// Runs the demo on network namespaces. Returns whether all claims hold.
 fn demo(args: &Args) -> Result<bool> {
     setup::ensure(if args.quick { setup::Scope::Lab } else { setup::Scope::Demo })?;
     if let Some(obstacle) = lab::skip::obstacle() {
@@ -112,10 +112,10 @@ fn play(show: &mut Show, quick: bool) -> Result<()> {
     Ok(())
 }
 
-/// The summary, and the end of the lab.
+/// Shows the summary, and ends or keeps the lab.
 fn conclude(show: Show, args: &Args, binaries: &Path, started: Instant) -> Result<bool> {
     let Show { screen, claims, lab, streams, near, far, .. } = show;
-    // The servers' ports must be free for the one that a kept lab gets.
+    // The servers' ports must be free for the server that a kept lab gets.
     drop((streams, near, far));
     summary(&screen, &claims, started);
     if args.keep {

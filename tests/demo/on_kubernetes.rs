@@ -1,4 +1,4 @@
-//! `cargo xtask demo --cluster`: the same story on a real Kubernetes, with what kubectl shows of it.
+//! `cargo xtask demo --cluster`: the same story on a real Kubernetes, with the output of kubectl.
 
 mod questions;
 mod scenes;
@@ -19,30 +19,30 @@ use super::streams::Streams;
 use super::{Args, summary};
 use xtask::{cluster, setup, workspace};
 
-/// Where the server echoes, and where it streams.
+/// The ports where the server echoes, and where it streams.
 const ECHO_PORT: u16 = 80;
 const STREAM_PORT: u16 = 8080;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Everything that the scenes share.
+/// The state shared by the scenes.
 struct Show {
     screen: Screen,
     claims: Claims,
     cluster: Cluster,
-    /// The host of the servers.
+    /// The namespace of the servers.
     outside: NetNs,
     echo: TcpServer,
     /// The pods `app: web`.
     web: Vec<ClusterPod>,
     /// Their long-lived connections, once they are open.
     streams: Option<Streams>,
-    /// What passes outside, once the policy is in force.
+    /// Captures of the outside, once the policy is in force.
     captures: Vec<Capture>,
-    /// The gateways of the policy `web`'s egress IPs while all gateways were well.
+    /// The gateways of `web`'s egress IPs while all gateways were healthy.
     home: BTreeMap<IpAddr, String>,
 }
 
-/// Returns whether all claims hold.
+/// Runs the demo on Kubernetes. Returns whether all claims hold.
 pub fn demo(args: &Args) -> Result<bool> {
     if !args.quick {
         setup::ensure(setup::Scope::Demo)?;
@@ -87,13 +87,13 @@ fn open(screen: Screen, cluster: Cluster) -> Result<Show> {
     Ok(Show { screen, claims, cluster, outside, echo, web, streams: None, captures, home })
 }
 
-/// The server outside.
+/// Returns the address of the outside server with a port.
 fn server(port: u16) -> Result<SocketAddr> {
     Ok(SocketAddr::new(SERVERS[0].parse()?, port))
 }
 
 impl Show {
-    /// Shows a kubectl command and what it prints.
+    /// Runs a kubectl command, and shows it with its output.
     fn kubectl(&self, arguments: &[&str]) -> Result<()> {
         let output = self.cluster.kubectl(arguments)?;
         self.print(arguments, &output);
@@ -101,7 +101,7 @@ impl Show {
     }
 
     fn print(&self, arguments: &[&str], output: &str) {
-        // The repository is where a newcomer's shell is.
+        // A newcomer's shell is in the repository: its path is left out.
         let shown = arguments.join(" ").replace(&format!("{}/", workspace::root().display()), "");
         let mut lines = vec![String::new(), format!("$ kubectl {shown}")];
         lines.extend(output.lines().map(ToOwned::to_owned));
@@ -109,7 +109,7 @@ impl Show {
         self.screen.lines(&lines);
     }
 
-    /// Shows a claim and remembers it.
+    /// Shows and records a claim.
     fn claim(&mut self, name: &str, holds: bool, expected: impl Into<String>, measured: impl Into<String>) {
         self.add(Claim { name: name.to_owned(), holds, expected: expected.into(), measured: measured.into() });
     }
@@ -119,7 +119,7 @@ impl Show {
         self.claims.add(claim);
     }
 
-    /// The gateway of each IPv4 egress IP of a policy now; `-` where there is none.
+    /// Returns the current gateway of each IPv4 egress IP of a policy, or `-` if it has none.
     fn carriers(&self, policy: &str) -> Result<BTreeMap<IpAddr, String>> {
         let used = self.cluster.egress_ips()?.into_iter();
         let used = used.filter(|ip| ip.address.is_ipv4() && ip.policies.iter().any(|user| user == policy));
@@ -137,7 +137,7 @@ impl Show {
         self.screen.wait(what, || wait_until(what, PATIENCE, look, |all| !all.is_empty() && good(all)))
     }
 
-    /// What was seen outside: whether every packet came from an egress IP.
+    /// Ends the captures and returns whether every packet in the outside came from an egress IP.
     fn sightings(&mut self) -> Result<Sightings> {
         let allowed: Vec<IpAddr> = self.cluster.egress_ips()?.into_iter().map(|ip| ip.address).collect();
         let mut seen = Sightings::default();

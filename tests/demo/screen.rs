@@ -1,5 +1,5 @@
-//! The demo's output while it runs: narration, tables, claims and spinners. With `--json` all of it goes to standard
-//! error in short, so that standard output holds the JSON only.
+//! The demo's output while it runs: narration, tables, claims and spinners. With `--json`, a short form goes to
+//! standard error, so that standard output holds only the JSON.
 
 use std::cell::Cell;
 use std::io::IsTerminal;
@@ -16,7 +16,7 @@ const DIM: &str = "2";
 const RED: &str = "31";
 const GREEN: &str = "32";
 
-/// Where the narration goes.
+/// The destination of the narration.
 pub struct Screen {
     quiet: bool,
     color: bool,
@@ -24,14 +24,14 @@ pub struct Screen {
 }
 
 impl Screen {
-    /// On standard output, or nearly silent.
+    /// Writes to standard output, or almost nothing if `quiet`.
     pub fn new(quiet: bool) -> Screen {
         let color =
             std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         Screen { quiet, color, scenes: Cell::new(0) }
     }
 
-    /// Opens a numbered scene: its title, and what happens and what to look for.
+    /// Opens a numbered scene with its title and a text on what happens and what to look for.
     pub fn scene(&self, title: &str, text: &str) {
         self.scenes.set(self.scenes.get() + 1);
         let title = format!("{}. {title}", self.scenes.get());
@@ -43,21 +43,21 @@ impl Screen {
         }
     }
 
-    /// A paragraph.
+    /// Prints a paragraph.
     pub fn say(&self, text: &str) {
         if !self.quiet {
             wrap(text, WIDTH - 3).iter().for_each(|line| println!("   {line}"));
         }
     }
 
-    /// Lines as they are, indented.
+    /// Prints lines unchanged, but indented.
     pub fn lines(&self, lines: &[String]) {
         if !self.quiet {
             lines.iter().for_each(|line| println!("   {line}"));
         }
     }
 
-    /// A table with a line above and below.
+    /// Prints a table with an empty line above and below.
     pub fn table(&self, table: &Table) {
         if self.quiet {
             return;
@@ -69,7 +69,7 @@ impl Screen {
         println!();
     }
 
-    /// A claim, right after what shows it.
+    /// Prints a claim, directly after its evidence.
     pub fn claim(&self, claim: &Claim) {
         if self.quiet {
             return;
@@ -82,7 +82,7 @@ impl Screen {
         }
     }
 
-    /// Does something that may take a while under a spinner, which disappears when it is done.
+    /// Shows a spinner during `work`, which may take a while. The spinner disappears at the end.
     pub fn wait<T>(&self, what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let step = Step::start(what);
         let result = work();

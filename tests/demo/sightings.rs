@@ -1,5 +1,5 @@
-//! The proof of "never the wrong address": everything that a server's interface sees from pods, and which of it had a
-//! source that it should not have.
+//! The proof of "never the wrong address": all packets from pods at a server's interface, and those among them with a
+//! wrong source.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -7,19 +7,19 @@ use std::net::IpAddr;
 use anyhow::Result;
 use lab::{Capture, Server};
 
-/// Packets that a server saw, and those among them with a source that was not allowed.
+/// Packets that a server saw, and those among them with a source that is not allowed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sightings {
-    /// All packets towards the server.
+    /// The number of packets towards the server.
     pub packets: usize,
-    /// Those with another source, by that source.
+    /// The number of packets from each source that is not allowed.
     pub strangers: BTreeMap<IpAddr, usize>,
-    /// Packets that the capture itself lost: it proves nothing about them.
+    /// The number of packets that the capture lost, about which it proves nothing.
     pub lost: u64,
 }
 
 impl Sightings {
-    /// Counts what came from each source.
+    /// Counts the packets from all sources, and from those that are not `allowed`.
     pub fn of(sources: &BTreeMap<IpAddr, usize>, allowed: &[IpAddr], lost: u64) -> Sightings {
         let strangers = sources.iter().filter(|(source, _)| !allowed.contains(source));
         Sightings {
@@ -29,7 +29,7 @@ impl Sightings {
         }
     }
 
-    /// Adds what another capture saw.
+    /// Adds the packets of another capture.
     pub fn add(&mut self, other: &Sightings) {
         self.packets += other.packets;
         self.lost += other.lost;
@@ -38,12 +38,12 @@ impl Sightings {
         }
     }
 
-    /// Whether packets were seen, all of them, and none from a stranger.
+    /// Returns whether there were packets, none lost and none with a wrong source.
     pub fn are_clean(&self) -> bool {
         self.packets > 0 && self.lost == 0 && self.strangers.is_empty()
     }
 
-    /// `0 of 1234 packets`, with the strangers' addresses.
+    /// Returns a summary such as `0 of 1234 packets`, with the wrong sources.
     pub fn sentence(&self) -> String {
         let wrong: usize = self.strangers.values().sum();
         let mut text = format!("{wrong} of {} packets", self.packets);
@@ -66,12 +66,12 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches what arrives at a server.
+    /// Starts a capture of the packets that arrive at a server.
     pub fn start(server: &Server) -> Result<Watch> {
         Ok(Watch { capture: Capture::start(&server.ns, "eth0")?, server: server.clone() })
     }
 
-    /// Ends, and judges what was seen.
+    /// Ends the capture and judges its packets.
     pub fn finish(self, allowed: &[IpAddr]) -> Result<Sightings> {
         let (trace, lost) = self.capture.finish_lossy()?;
         let mut sources = trace.sources_towards(self.server.ips.v4.into());

@@ -1,4 +1,4 @@
-//! Long-lived connections on which both ends send all the time, and the outcome of each.
+//! Long-lived connections on which both ends send continuously, and the outcome of each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -10,7 +10,7 @@ use lab::traffic::{ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServ
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The connections of all pods, and the server's ends of them.
+/// The connections of all pods, and the server's ends.
 pub struct Streams {
     groups: Vec<TcpClients>,
     server: TcpServer,
@@ -19,16 +19,16 @@ pub struct Streams {
 /// One connection as both ends know it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stream {
-    /// Its source address at the server; none when the server does not know it.
+    /// Its source address at the server; `None` if the server does not know it.
     pub source: Option<IpAddr>,
-    /// Both ends are open and every byte was the right one.
+    /// Whether both ends are open and every byte was right.
     pub intact: bool,
     /// The longest time in which nothing arrived at one of the ends.
     pub pause: Duration,
 }
 
 impl Streams {
-    /// Opens `per_pod` connections from each pod to the server in `ns`, each pod to the address that is named with it.
+    /// Opens `per_pod` connections from each pod to the server in `ns`, each pod to the address listed with it.
     pub fn open(ns: &NetNs, pods: &[(NetNs, SocketAddr)], per_pod: usize) -> Result<Streams> {
         let options = || TcpOptions { interval: Duration::from_millis(50), ..TcpOptions::default() };
         let addresses: BTreeSet<SocketAddr> = pods.iter().map(|(_, address)| *address).collect();
@@ -40,7 +40,7 @@ impl Streams {
         Ok(streams)
     }
 
-    /// Waits until every connection that is still open has received this many more records at both ends.
+    /// Waits until every open connection has received this many additional records at both ends.
     pub fn wait_progress(&self, records: u64) -> Result<()> {
         self.groups.iter().try_for_each(|group| group.wait_progress(records, PATIENCE))?;
         self.server.wait_progress(records, PATIENCE)
@@ -52,7 +52,7 @@ impl Streams {
         self.server.reset_pauses();
     }
 
-    /// The outcome of each connection.
+    /// Returns the outcome of each connection.
     pub fn all(&self) -> Vec<Stream> {
         let clients: Vec<ConnectionReport> = self.groups.iter().flat_map(|clients| clients.connections()).collect();
         join(&clients, &self.server.connections())
@@ -72,12 +72,12 @@ fn join(clients: &[ConnectionReport], servers: &[ConnectionReport]) -> Vec<Strea
     clients.iter().map(stream).collect()
 }
 
-/// How many of the connections are intact.
+/// Returns the number of intact connections.
 pub fn intact(streams: &[Stream]) -> usize {
     streams.iter().filter(|stream| stream.intact).count()
 }
 
-/// The longest pause among the connections with a source that is `wanted`.
+/// Returns the longest pause among the connections whose source is `wanted`.
 pub fn longest_pause(streams: &[Stream], wanted: impl Fn(IpAddr) -> bool) -> Duration {
     let chosen = streams.iter().filter(|stream| stream.source.is_some_and(&wanted));
     chosen.map(|stream| stream.pause).max().unwrap_or_default()

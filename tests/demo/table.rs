@@ -1,8 +1,8 @@
-//! Plain text for people: tables, bars and wrapped paragraphs. Pure; knows nothing of terminals.
+//! Plain text for human readers: tables, bars and wrapped paragraphs. Free of side effects, and independent of terminals.
 
 use comfy_table::{CellAlignment, ColumnConstraint, LineStyle, TableStyle, Width};
 
-/// A paragraph in lines of at most `width` characters, broken between words. A longer word keeps its own line.
+/// Wraps a paragraph into lines of at most `width` characters. A longer word keeps its own line.
 pub fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {
@@ -19,25 +19,25 @@ pub fn wrap(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// A bar that is `width` characters long when `value` is `whole`.
+/// Returns a bar that is `width` characters long if `value` is `whole`.
 pub fn bar(value: usize, whole: usize, width: usize) -> String {
     let length = if whole == 0 { 0 } else { (value * width).div_ceil(whole).min(width) };
     "█".repeat(length)
 }
 
-/// `part` of `whole` in percent.
+/// Formats `part` of `whole` in percent.
 pub fn percent(part: usize, whole: usize) -> String {
     if whole == 0 { "-".to_owned() } else { format!("{:.0} %", part as f64 * 100.0 / whole as f64) }
 }
 
-/// A table with a line of titles. Columns are as wide as their widest cell; cells may be limited and are wrapped then.
+/// A table with a title line. Columns are as wide as their widest cell; cells may have a limit, and are then wrapped.
 pub struct Table(comfy_table::Table);
 
-/// Blanks after each cell, in addition to the one between two columns.
+/// The number of blanks after each cell, in addition to the one between two columns.
 const GAP: u16 = 1;
 
 impl Table {
-    /// An empty table. A title that starts with `>` is a column of numbers: aligned right.
+    /// Creates an empty table. A title that starts with `>` makes a column of numbers, aligned right.
     pub fn new(titles: &[&str]) -> Table {
         let mut table = comfy_table::Table::new();
         table.load_style(TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─')));
@@ -51,7 +51,7 @@ impl Table {
         Table(table)
     }
 
-    /// The greatest width of each column.
+    /// Limits the width of each column.
     pub fn limits(mut self, limits: &[u16]) -> Table {
         self.0.set_constraints(limits.iter().map(|limit| ColumnConstraint::UpperBoundary(Width::Fixed(limit + GAP))));
         self
@@ -62,7 +62,7 @@ impl Table {
         self.0.add_row(cells.into_iter().map(Into::<String>::into));
     }
 
-    /// The lines of the table: titles, a rule, rows.
+    /// Returns the lines of the table: titles, a rule, rows.
     pub fn lines(&self) -> Vec<String> {
         self.0.lines().map(|line| line.trim_end().to_owned()).collect()
     }

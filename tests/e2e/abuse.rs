@@ -1,4 +1,4 @@
-//! What a pod may try, or others may do to it, without effect on its neighbours: another pod's address, endless flows, churn.
+//! Attacks by a pod or on a pod that must not affect its neighbours: another pod's address, endless flows, churn.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::support::{
     CALM, PATIENCE, at, counter, drops, sources, start, start_with, wait_counter, wait_in_force, web,
 };
 
-/// SECURITY.md: a pod that spoofs another pod's address.
+/// SECURITY.md: a pod spoofs another pod's address.
 #[test]
 fn a_pod_cannot_use_another_pods_address() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -25,7 +25,7 @@ fn a_pod_cannot_use_another_pods_address() {
         let server = lab.server("server1").clone();
         wait_in_force(&victim, &server, &[10])?;
         wait_in_force(&attacker, &server, &[10])?;
-        // A connection of the victim's whose ports the attacker knows.
+        // The attacker knows the ports of this connection.
         let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
         for family in Family::BOTH {
             let options = TcpOptions { source_port: 41_000, ..TcpOptions::default() };
@@ -42,7 +42,7 @@ fn a_pod_cannot_use_another_pods_address() {
             let forged = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == server.ips.at(family, 9));
             assert_eq!(capture.finish()?.count(forged), 0, "{family:?}");
         }
-        // The address can be used again when its pod is gone and another one has it.
+        // Once the pod is gone, another pod can use the address.
         let ips = victim.ips;
         lab.remove_pod("victim")?;
         let heir = lab.add_pod(PodSpec::new("heir", "worker1").label("app", "web").ips(ips))?;
@@ -50,7 +50,7 @@ fn a_pod_cannot_use_another_pods_address() {
     });
 }
 
-/// SECURITY.md: a flood of new flows from one pod.
+/// SECURITY.md: one pod floods the node with new flows.
 #[test]
 fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
     const SHARE: u64 = 500;
@@ -80,7 +80,7 @@ fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
                 (&top["items"][0]["name"], top["items"][0]["flows"].as_u64()),
                 (&"default/flooder".into(), flows)
             );
-            // The flood is refused, its neighbour is served.
+            // The flood is refused; its neighbour is served.
             assert_eq!(sources(&flooder.ns, &server, family, 3)?.len(), 0, "{family:?}");
             assert_eq!(sources(&pod.ns, &server, family, 50)?.values().sum::<usize>(), 50, "{family:?}");
         }
@@ -88,17 +88,17 @@ fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
     });
 }
 
-/// docs/failures.md: churn, inbound-flood. Two pods open connections to thousands of servers, which end at once and would fill the flow table
-/// several times; the outside opens as many to a third one. None of them is refused, and their neighbour keeps its connections, which were
-/// silent all the time, and opens new ones.
+/// docs/failures.md: churn, inbound-flood. Two pods open short connections to thousands of servers, enough to fill the
+/// flow table several times; the outside opens as many to a third pod. None is refused, and a neighbour keeps its
+/// silent connections and opens new ones.
 #[test]
 fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing() {
-    /// Three quarters of them are a pod's quota.
+    /// A pod's quota is three quarters of this.
     const FLOWS: u64 = 4_096;
     const SERVERS: u16 = 25_000;
     const SILENT: usize = 200;
     const PORT: u16 = 9006;
-    /// Requested connections per second: together about as many as two cores can do.
+    /// Requested connections per second: in sum, about as many as two cores can handle.
     const ASKED: u32 = 3_000;
     const CRAWLED: u32 = 1_500;
     let rate = |per_second: u32, total: u64| ConnectRate {
@@ -146,10 +146,10 @@ fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing()
             assert!(silent.connections().iter().all(|one| one.intact()), "{family:?}");
 
             assert_eq!(drops(lab, "worker1")?, dropped, "{family:?}");
-            // A busy machine loses a packet now and then.
+            // A busy machine occasionally loses a packet.
             let (opened, repeated) = (reports[3].opened, syns_repeated(&neighbor.ns)? - repeated);
             assert!(repeated * 100 < opened, "{family:?}: the neighbour retransmitted {repeated} of {opened} SYNs");
-            // The table was full, and what the outside opened would have filled it, too.
+            // The table was full, and the connections opened by the outside would have filled it, too.
             assert!(count("flows_reclaimed")? > reclaimed + FLOWS, "{family:?}");
             assert!(count("flows_untouched")? > untouched + FLOWS, "{family:?}");
         }

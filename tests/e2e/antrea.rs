@@ -1,4 +1,4 @@
-//! Egress and ExternalIPPool: manifests that work with Antrea work unchanged, and the plural fields work, too.
+//! Egress and ExternalIPPool: Antrea manifests work unchanged, and so do the plural fields.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -15,7 +15,7 @@ fn object(kind: &str, name: &str, spec: &str) -> String {
     format!("apiVersion: crd.antrea.io/v1beta1\nkind: {kind}\nmetadata:\n  name: {name}\nspec:\n{spec}\n")
 }
 
-/// A pool over a CIDR, on the lab's gateways.
+/// A pool of a CIDR on the lab's gateways.
 fn pool(name: &str, cidr: &str) -> String {
     object(
         "ExternalIPPool",
@@ -29,14 +29,14 @@ fn of_app(name: &str, app: &str, rest: &str) -> String {
     object("Egress", name, &format!("  appliedTo:\n    podSelector:\n      matchLabels:\n        app: {app}\n{rest}"))
 }
 
-/// The status of an object, as in the store.
+/// Returns the status of an object from the store.
 fn status(lab: &Lab, kind: &str, name: &str) -> Result<Value> {
     let text = lab.manifests().written(&format!("status/{kind}"), name).context("no record yet")?;
     let record: Value = serde_saphyr::from_str(&text)?;
     Ok(record["status"].clone())
 }
 
-/// The `status` of one condition.
+/// Returns the `status` field of one condition.
 fn condition<'a>(status: &'a Value, kind: &str) -> Option<&'a str> {
     let all = status["conditions"].as_array()?;
     all.iter().find(|condition| condition["type"] == kind)?["status"].as_str()
@@ -64,7 +64,7 @@ fn an_egress_gets_an_address_of_its_pool_and_its_status_says_which_and_where() {
         let (web, both, none) = (lab.add_pod(web)?, lab.add_pod(both)?, lab.add_pod(none)?);
         start(lab)?;
         let server = lab.server("server1").clone();
-        // Ready comes later: when the datapath has it.
+        // `Ready` follows once the datapath has the egress IP.
         let is_served =
             |status: &Value| ["IPAssigned", "Ready"].iter().all(|kind| condition(status, kind) == Some("True"));
         let served = wait_status(lab, "Egress", "egress-web", is_served)?;
@@ -74,10 +74,10 @@ fn an_egress_gets_an_address_of_its_pool_and_its_status_says_which_and_where() {
         assert_eq!((condition(&served, "IPAllocated"), condition(&served, "Ready")), (Some("True"), Some("True")));
         wait_sources(&web.ns, &server, V4, &[ip])?;
         wait_sources(&both.ns, &server, V4, &["192.0.2.40".parse()?])?;
-        // Its pool is IPv4: it does not apply to IPv6, as with Antrea.
+        // Its pool is IPv4-only: as with Antrea, the Egress does not apply to IPv6.
         wait_sources(&web.ns, &server, Family::V6, &[lab.node("worker1").underlay.ip(Family::V6)])?;
         wait_sources(&none.ns, &server, V4, &[lab.node("worker1").underlay.ip(V4)])?;
-        // 14 of 16 can be assigned; none of a /31.
+        // Of a /28, 14 addresses can be assigned; of a /31, none.
         let usage = |total: u64, used: u64| {
             move |status: &Value| status["usage"]["total"] == total && status["usage"]["used"] == used
         };
@@ -102,7 +102,7 @@ fn an_address_alone_is_found_on_whatever_node_has_it_and_followed() {
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         start(lab)?;
         let server = lab.server("server1").clone();
-        // Nobody has it: nothing leaves.
+        // No node has the address: nothing leaves.
         wait_until(
             "it is not assigned",
             PATIENCE,
@@ -119,7 +119,7 @@ fn an_address_alone_is_found_on_whatever_node_has_it_and_followed() {
         for node in ["gw2", "gw3"] {
             lab.node(node).ns.ip(&[format!("addr add {own}/24 dev ext0")])?;
             wait_owner(lab, own, |owner| owner == node)?;
-            // The server still has the neighbour entry of the last node: an administrator who moves an address
+            // The server still has the neighbour entry of the previous node. An administrator who moves an address
             // announces it.
             server.ns.ip(&["neigh flush all".to_owned()])?;
             wait_sources(&pod.ns, &server, V4, &[own])?;

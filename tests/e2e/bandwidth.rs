@@ -1,4 +1,4 @@
-//! The bandwidth of an egress IP: shared by all that use it, enforced at its owner, in both directions.
+//! The bandwidth of an egress IP: shared by all its pods and enforced at its owner, in both directions.
 
 use std::net::UdpSocket;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,15 +14,15 @@ use crate::support::{
     WEB, at, calm, counter, gateways_where, named, policy, policy_pod, pool, start, wait_counter, wait_in_force,
 };
 
-/// Bits per second of Ethernet frames. The tests measure the IP packets in them, one per cent less.
+/// Bits per second of Ethernet frames. The tests measure the IP packets in them, which are one per cent less.
 const RATE: f64 = 80e6;
-/// A limit of [`RATE`] that lets 10 ms of it pass at once.
+/// A limit of [`RATE`] with a burst of 10 ms.
 const LIMIT: &str = "\n  bandwidth: {rate: 80M, burst: 800k}";
 /// Headers of a TCP segment: IPv4, TCP, and its timestamps, which the kernel's segment size does not include.
 const HEADERS: u64 = 20 + 20 + 12;
 
-/// Transfers for about five seconds in eight streams at once, shared by the pods. Returns the bits per second in
-/// packets.
+/// Transfers data for about five seconds in eight concurrent streams, distributed over the pods. Returns the bits per
+/// second of IP packets.
 fn eight_streams(pods: &[Pod], server: &Server, direction: Direction) -> Result<f64> {
     let _listening = BulkServer::start(&server.ns, &server.ips.both(5001))?;
     let bytes = (RATE / 8.0 * 5.0 / 8.0) as u64;
@@ -38,10 +38,10 @@ fn eight_streams(pods: &[Pod], server: &Server, direction: Direction) -> Result<
     Ok(reports.iter().map(packets).sum::<u64>() as f64 * 8.0 / began.elapsed().as_secs_f64())
 }
 
-/// What one measurement tells: a busy machine may not reach a rate the first time, and then there is another one.
+/// The result of one measurement. A busy machine may miss a rate at first, so `measure` repeats a failed attempt.
 type Attempt = Result<(), String>;
 
-/// Measures up to five times. What must never happen is an error, and fails at once.
+/// Measures up to five times. A violation that must never happen is an error and fails immediately.
 fn measure(mut attempt: impl FnMut() -> Result<Attempt>) -> Result<()> {
     let mut missed = Vec::new();
     for _ in 0..5 {
@@ -53,7 +53,7 @@ fn measure(mut attempt: impl FnMut() -> Result<Attempt>) -> Result<()> {
     bail!("{}", missed.join("; "))
 }
 
-/// Judges bits per second: they never exceed the rate, and reach it but for a twentieth.
+/// Judges bits per second: they never exceed the rate, and they reach 95 % of it.
 fn at_rate(what: &str, bits: f64) -> Result<Attempt> {
     ensure!(bits <= RATE, "{what}: {:.1} % of the rate", share(bits) * 100.0);
     Ok(more_than(what, bits, 0.95))
@@ -63,15 +63,15 @@ fn more_than(what: &str, bits: f64, least: f64) -> Attempt {
     if share(bits) > least { Ok(()) } else { Err(format!("{what}: {:.1} % of the rate", share(bits) * 100.0)) }
 }
 
-/// What became of a flood of datagrams.
+/// The result of a flood of datagrams.
 struct Flood {
-    /// Bits per second in packets that arrived within five seconds of the first.
+    /// Bits per second of packets that arrived within five seconds of the first.
     rate: f64,
     sent: u64,
     received: u64,
 }
 
-/// Sends datagrams of this many flows in turn, as fast as the kernel accepts them.
+/// Sends datagrams from this many flows in turn, as fast as the kernel accepts them.
 fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
     const WINDOW: Duration = Duration::from_secs(5);
     const SIZE: usize = 1300;
@@ -85,7 +85,7 @@ fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
         let sender = scope.spawn(|| {
             let mut sent = 0;
             for source in sources.iter().cycle().take_while(|_| !stop.load(Ordering::Relaxed)) {
-                // A flood is expected to fill the buffer.
+                // A flood may fill the socket's buffer.
                 sent += u64::from(source.send_to(&[0x5a; SIZE], target).is_ok());
             }
             sent
@@ -105,7 +105,7 @@ fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
         stop.store(true, Ordering::Relaxed);
         let sent = sender.join().expect("no panic");
         let (rate, mut received) = received?;
-        // What was in flight.
+        // Receives the datagrams in flight.
         while sink.recv(&mut buffer).is_ok() {
             received += 1;
         }
@@ -140,15 +140,15 @@ fn eight_streams_reach_the_rate_and_a_flood_no_more() {
         measure(|| {
             let before = counter(lab, "gw1", "drop_bandwidth")?;
             let flood = flood(&pods[0], &server, 1)?;
-            // Everything that the limit dropped was counted; the queues of the lab's links may lose some of a flood before
-            // that.
+            // Every datagram that the limit dropped is counted. The queues of the lab's links may lose some of a flood
+            // before the limit.
             let (dropped, missing) = (counter(lab, "gw1", "drop_bandwidth")? - before, flood.sent - flood.received);
             let lost = format!("{missing} of {} datagrams are missing, {dropped} were counted", flood.sent);
             ensure!(dropped <= missing, "{lost}");
             Ok(at_rate("UDP", flood.rate)?.and(if dropped * 100 >= missing * 95 { Ok(()) } else { Err(lost) }))
         })?;
-        // The limit is the egress IP's: it does not slow down pods of another one, and without limits there is no
-        // shaper.
+        // The limit belongs to the egress IP: pods with another egress IP are not slowed down. Without limits there is
+        // no shaper.
         limited(lab, "")?;
         lab::wait_for("the shaper is gone", crate::support::PATIENCE, || {
             Ok(lab.node("gw1").ns.ifindex("spillway-bw0").is_err())
@@ -181,7 +181,7 @@ fn pods_on_the_owner_are_limited_too_and_other_egress_ips_are_not() {
     });
 }
 
-/// The carriers enforce their parts of what goes out, and the owner all that comes in.
+/// Each carrier enforces its part of the outgoing traffic, and the owner enforces all incoming traffic.
 #[test]
 fn a_spread_egress_ip_keeps_its_rate_in_sum() {
     Lab::builder().workers(1).gateways(4).alone().run(|lab| {
@@ -195,7 +195,7 @@ fn a_spread_egress_ip_keeps_its_rate_in_sum() {
         let gateways: Vec<String> = lab.gateways().map(|node| node.name.clone()).collect();
         let dropped = || gateways.iter().map(|node| counter(lab, node, "drop_bandwidth")).collect::<Result<Vec<_>>>();
         let before = dropped()?;
-        // With this many flows, each carrier has some.
+        // With this many flows, each carrier gets some.
         measure(|| at_rate("UDP", flood(&pod, &server, 64)?.rate))?;
         let after = dropped()?;
         assert!(before.iter().zip(&after).all(|(before, after)| after > before), "all limit: {before:?}, {after:?}");

@@ -1,4 +1,4 @@
-//! `announce: Route`: routers learn egress IPs by BGP and spread over all carriers.
+//! `announce: Route`: routers learn egress IPs by BGP and distribute packets over all carriers.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ use lab::{Dual, Family, Lab, NetNs, PodSpec, Server, StartOptions, address, wait
 
 use crate::support::{PATIENCE, WEB, counter, policy, sources, start_with};
 
-/// What an administrator writes, with the addresses of `gw1`.
+/// The configurations that an administrator writes, with the addresses of `gw1`.
 const FRR: &str = include_str!("../../docs/bgp/frr.conf");
 const BIRD: &str = include_str!("../../docs/bgp/bird.conf");
 /// An egress IP outside all networks of the lab.
@@ -26,7 +26,7 @@ spec:
   nodeSelector: {matchLabels: {egress: \"true\"}}
   announce: Route
 ";
-/// The longest pause of a datagram's answer when a gateway dies, several times that of a quiet machine; and when it returns.
+/// The longest pause in a datagram's answers when a gateway dies (several times that of a quiet machine), and when it returns.
 const LONGEST: Duration = Duration::from_secs(2);
 const SHORTLY: Duration = Duration::from_millis(500);
 /// The server behind the spine.
@@ -39,7 +39,7 @@ fn egress_ip(family: Family) -> IpAddr {
     EGRESS[usize::from(family == Family::V6)].parse().expect("an address")
 }
 
-/// The router of the gateways.
+/// Returns the configuration of the gateways' router.
 fn leaf(lab: &Lab) -> String {
     let gateways: Vec<Dual> = lab.gateways().filter_map(|node| node.external).collect();
     let neighbors =
@@ -99,7 +99,7 @@ const SPINE: &str = "router bgp 65002
 exit
 ";
 
-/// Leaf and spine, with a server at the spine. The gateways' configurations are those of docs/bgp.
+/// Leaf and spine, with a server at the spine. The gateways use the configurations of docs/bgp.
 struct Fabric {
     leaf: Frr,
     spine: Frr,
@@ -135,7 +135,7 @@ impl Fabric {
         Ok(Fabric { leaf, spine: spine_frr, server })
     }
 
-    /// How many next hops the leaf has for the egress IP of a family.
+    /// Returns the number of the leaf's next hops for the egress IP of a family.
     fn next_hops(&self, lab: &Lab, family: Family) -> Result<usize> {
         let flag = if family == Family::V4 { "-4" } else { "-6" };
         let routes = lab.router().sh(&format!("ip {flag} route show {}", egress_ip(family)))?;
@@ -155,7 +155,7 @@ impl Fabric {
     }
 }
 
-/// A link between leaf and spine, and the server's addresses.
+/// Creates the link between leaf and spine, and assigns the server's addresses.
 fn join(leaf: &NetNs, spine: &NetNs) -> Result<()> {
     leaf.ip(&[format!("link add spine0 type veth peer name leaf0 netns {}", spine.name())])?;
     leaf.ip(&[
@@ -173,7 +173,7 @@ fn join(leaf: &NetNs, spine: &NetNs) -> Result<()> {
     spine.wait_running(&["leaf0"])
 }
 
-/// How many packets each gateway has sent out, and back to the source node.
+/// Returns a counter of each gateway.
 fn carried(lab: &Lab, what: &str) -> Result<BTreeMap<String, u64>> {
     lab.gateways().map(|node| Ok((node.name.clone(), counter(lab, &node.name, what)?))).collect()
 }
@@ -242,7 +242,7 @@ fn one_egress_ip_is_routed_to_four_gateways_and_survives_the_death_of_one() {
             go_on()?;
             judge(&format!("{victim} returns"), SHORTLY);
         }
-        // A gateway that is asked to stop withdraws its route first.
+        // A gateway that is told to stop withdraws its route first.
         reset();
         lab.agent("gw4").terminate()?;
         fabric.wait_next_hops(lab, [3, 1])?;

@@ -1,4 +1,4 @@
-//! One egress IP, several gateways: the next carrier takes over by itself, whatever dies and whatever is unreachable.
+//! One egress IP with several gateways: the next carrier takes over on its own, whatever dies or becomes unreachable.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -14,13 +14,13 @@ use crate::support::{
 };
 
 const HOSTS: [u8; 2] = [40, 41];
-/// The longest pause of a datagram's answer when a gateway fails: several times that of a quiet machine (docs/performance.md), and
-/// less than anything that waits for a lease or for the control plane.
+/// The longest pause in a datagram's answers when a gateway fails: several times that of a quiet machine
+/// (docs/performance.md), and shorter than any wait for a lease or for the control plane.
 const LONGEST: Duration = Duration::from_secs(2);
-/// How often a gateway reannounces its egress IPs, and how soon others find it dead and have announced themselves.
+/// The interval at which a gateway reannounces its egress IPs; the time until others find it dead and have announced themselves.
 const REMIND: Duration = Duration::from_secs(10);
 const DETECTION: Duration = Duration::from_millis(230);
-/// Leases, and so deadlines, that a test can wait for.
+/// Short leases, and so short deadlines, so that a test can wait for their end.
 const SHORT: &str = "lease: {renew: 1s, duration: 3s}\n";
 
 /// The egress IPs of both families.
@@ -38,7 +38,7 @@ fn answering(lab: &Lab, address: IpAddr) -> Result<BTreeSet<String>> {
 struct Load(Mixed);
 
 impl Load {
-    /// Waits until everything continues, prints the longest pauses in the test's output, and measures anew.
+    /// Waits until all traffic continues, prints the longest pauses, and resets them.
     fn judge(&self, what: &str) -> Result<()> {
         self.0.wait_progress(PATIENCE)?;
         let Pauses { datagrams, streams } = self.0.pauses();
@@ -48,14 +48,14 @@ impl Load {
         Ok(())
     }
 
-    /// Each datagram was answered, and no SYN was retransmitted since `syns` were counted.
+    /// Fails unless each datagram was answered and no SYN was retransmitted since `syns` were counted.
     fn lost_nothing(&self, syns: u64) -> Result<()> {
         self.0.all_answered().context("datagrams were lost")?;
         ensure!(self.0.syns_repeated()? == syns, "SYNs were retransmitted");
         Ok(())
     }
 
-    /// Ends it: nothing was lost.
+    /// Ends the load, and asserts that nothing was lost.
     fn finish(self) -> Result<()> {
         let (rates, streams) = self.0.finish()?;
         for report in rates {
@@ -67,7 +67,7 @@ impl Load {
     }
 }
 
-/// A cluster with three gateways, each of which carries every egress IP, under load.
+/// Runs `work` under load in a cluster with three gateways, each of which carries every egress IP.
 fn under_load(options: &StartOptions, work: impl FnOnce(&mut Lab, &Load, &str) -> Result<()>) {
     Lab::builder().workers(2).gateways(3).alone().run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
@@ -94,7 +94,7 @@ fn under_load(options: &StartOptions, work: impl FnOnce(&mut Lab, &Load, &str) -
     });
 }
 
-/// Waits until others than `victim` answer for everything.
+/// Waits until a gateway other than `victim` answers for each egress IP.
 fn wait_taken(lab: &Lab, victim: &str) -> Result<()> {
     for ip in ips() {
         let others = |nodes: &BTreeSet<String>| nodes.iter().any(|node| node != victim);
@@ -103,13 +103,13 @@ fn wait_taken(lab: &Lab, victim: &str) -> Result<()> {
     Ok(())
 }
 
-/// Waits until `victim` alone answers for what it answered for, which is at least the first egress IP.
+/// Waits until `victim` alone answers again for the first egress IP, which it owned.
 fn wait_back(lab: &Lab, victim: &str) -> Result<()> {
     let only = BTreeSet::from([victim.to_owned()]);
     wait_until("it has its egress IPs again", PATIENCE, || answering(lab, ips()[0]), |nodes| *nodes == only).map(drop)
 }
 
-/// Kills the controller, and cuts every node off from the store.
+/// Kills the controller and cuts every node off from the store.
 fn behead(lab: &mut Lab, load: &Load) -> Result<Vec<String>> {
     let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
     lab.controller("controller").kill()?;
@@ -118,13 +118,13 @@ fn behead(lab: &mut Lab, load: &Load) -> Result<Vec<String>> {
     Ok(nodes)
 }
 
-/// Waits until a gateway is about to reannounce its egress IPs, as it does every ten seconds; those that it has just
-/// taken over it announces every second at first.
+/// Waits until a gateway is about to reannounce its egress IPs, as it does every ten seconds. It announces those that
+/// it has just taken over every second at first.
 fn wait_reminder(lab: &Lab, gateway: &str) -> Result<()> {
     let (ip, mac) = (ips()[0], lab.node(gateway).external_mac());
     let capture = Capture::start(&lab.server("server1").ns, "eth0")?;
     let to_all = |packet: &Packet| packet.target_mac == [0xff; 6];
-    // Takes what it looks at: under load, all of it is too much to look at often.
+    // Removes the packets that it looks at: under load, the whole capture is too large to search often.
     let claims = || capture.take().filter(to_all).claims_of(ip).remove(&mac).unwrap_or_default();
     let mut seen = Vec::new();
     let reminder = || {
@@ -136,8 +136,8 @@ fn wait_reminder(lab: &Lab, gateway: &str) -> Result<()> {
     stays("the next one is still to come", left, || Ok(claims().is_empty()))
 }
 
-/// A gateway's underlay dies and comes back, then its uplink. A gateway that is cut off finds all others dead; it claims nothing of theirs,
-/// and nothing that another one has taken over.
+/// A gateway's underlay dies and comes back, then its uplink. A gateway that is cut off believes all others dead; it
+/// must claim none of their egress IPs, and none that another gateway has taken over.
 fn links_die(lab: &Lab, load: &Load, victim: &str) -> Result<()> {
     let mac = lab.node(victim).external_mac();
     for segment in [Segment::Underlay, Segment::External] {
@@ -177,7 +177,7 @@ fn links_die(lab: &Lab, load: &Load, victim: &str) -> Result<()> {
     Ok(())
 }
 
-/// How many connections the pod of this capture was made to reopen: a reset that ends nothing is followed by their next SYN.
+/// Counts the connections that the pod of this capture was made to reopen: each got a reset that ends nothing, then sent another SYN.
 fn opened_again(trace: &Trace) -> Result<usize> {
     let mut resets: BTreeSet<(SocketAddr, SocketAddr)> = BTreeSet::new();
     let mut again = 0;
@@ -208,14 +208,14 @@ fn headless_a_gateway_dies_while_controller_and_store_are_away() {
             let again = wait_until("connections are reopened", PATIENCE, look, |again| *again > 0)?;
             eprintln!("{again} connections of a pod were opened again");
         }
-        // The control plane comes back to what has changed without it.
+        // The control plane comes back and finds what has changed without it.
         nodes.iter().filter(|node| *node != victim).try_for_each(|node| lab.heal_store(node))?;
         let moved: Vec<BTreeSet<String>> = ips().into_iter().map(|ip| answering(lab, ip)).collect::<Result<_>>()?;
         lab.start_controller("again", &StartOptions::new())?;
         for (ip, answered) in ips().into_iter().zip(moved) {
             let now = wait_owner(lab, ip, |node| node != victim)?;
             assert!(answered.contains(&now), "{ip} is moved twice: {answered:?}, then {now}");
-            // The maps of dead nodes still exist.
+            // The maps of a dead node still exist.
             let living = || Ok(answering(lab, ip)?.into_iter().filter(|node| node != victim).collect::<Vec<_>>());
             wait_until("one gateway answers", PATIENCE, living, |nodes| *nodes == [now.clone()])?;
         }
@@ -238,7 +238,7 @@ fn a_gateway_that_loses_a_link_or_its_power_is_replaced_at_once_and_comes_back()
     });
 }
 
-/// The kernel of a gateway continues without its agent until the deadline. Then others answer, and it forwards what still arrives.
+/// The gateway's kernel continues without its agent until the deadline. Then others answer, and it forwards packets that still arrive.
 #[test]
 fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_or_without() {
     let options = StartOptions::new().config(SHORT);
@@ -250,7 +250,7 @@ fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_o
                 behead(lab, load)?;
             }
             let judge = |what| load.judge(&format!("control plane {plane}: {what}"));
-            // An agent does not start without its directory, so it gets it back and loses it again.
+            // An agent does not start without its directory, so it gets the directory back, and then loses it again.
             let start = |lab: &mut Lab| -> Result<()> {
                 lab.start_agent(victim, &options)?;
                 wait_agent(lab, victim)?;
@@ -280,8 +280,8 @@ fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_o
     });
 }
 
-/// `systemd` stops a node's pods by SIGTERM, and then the node. That is planned maintenance: nothing is lost, and no SYN is
-/// retransmitted.
+/// `systemd` stops a node's pods with SIGTERM, and then the node. In this planned maintenance nothing is lost and no
+/// SYN is retransmitted.
 #[test]
 fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
     under_load(&StartOptions::new(), |lab, load, victim| {
@@ -294,7 +294,7 @@ fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
     });
 }
 
-/// docs/failures.md: flooded. All carriers have an egress IP's leases; the one that a frame is for forwards it.
+/// docs/failures.md: flooded. All carriers know an egress IP's leases; only the one to which a frame is addressed forwards it.
 #[test]
 fn flooded_frames_are_forwarded_once() {
     Lab::builder().workers(2).gateways(3).run(|lab| {

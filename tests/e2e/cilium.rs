@@ -1,4 +1,4 @@
-//! CiliumEgressGatewayPolicy: manifests that work with Cilium work unchanged, and what Cilium silently rejects is reported.
+//! CiliumEgressGatewayPolicy: Cilium manifests work unchanged, and policies that Cilium silently rejects are reported.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::per_endpoint::assignments;
 use crate::support::{PATIENCE, egress, named, owner, start, wait_sources};
 
-/// A policy; `spec` is indented by two spaces.
+/// Returns a policy; `spec` must be indented by two spaces.
 fn cegp(name: &str, spec: &str) -> String {
     format!("apiVersion: cilium.io/v2\nkind: CiliumEgressGatewayPolicy\nmetadata:\n  name: {name}\nspec:\n{spec}\n")
 }
@@ -35,7 +35,7 @@ fn wait_v4(pod: &Pod, server: &Server, expected: IpAddr) -> Result<()> {
     wait_sources(&pod.ns, server, Family::V4, &[expected])
 }
 
-/// What `egressctl policies` reports of a policy.
+/// Returns the row of `egressctl policies` for a policy.
 fn told(lab: &Lab, node: &str, policy: &str) -> Result<Value> {
     let list = lab.egressctl(node, &["policies"])?;
     let row = list["items"].as_array().and_then(|rows| rows.iter().find(|row| row["name"] == policy));
@@ -65,19 +65,19 @@ fn a_manifest_of_ciliums_documentation_works_as_it_is() {
         let node = IpAddr::from(lab.node("worker1").underlay.v4);
         wait_v4(&pod, &untouched, node)?;
         wait_v4(&stranger, &near, node)?;
-        // By interface: the first gateway by name.
+        // With an interface, the first gateway by name serves.
         lab.node("gw2").ns.ip(&[format!("addr del {address}/24 dev ext0")])?;
         let first = egress(Family::V4, &[101])[0];
         let by_interface = gateway("\n    interface: ext0");
         lab.manifests()
             .write("cegp", &cegp("egress-sample", &format!("{EMPIRE}  egressGateway:\n    {by_interface}")))?;
         wait_v4(&pod, &near, first)?;
-        // The list has precedence over the single one.
+        // The list takes precedence over the single gateway.
         let list = format!("  egressGateways:\n  - nodeSelector: {{matchLabels: {{{}}}}}\n", named("gw2"));
         lab.manifests()
             .write("cegp", &cegp("egress-sample", &format!("{EMPIRE}  egressGateway:\n    {by_interface}\n{list}")))?;
         wait_v4(&pod, &near, egress(Family::V4, &[102])[0])?;
-        // An empty list does not, and neither address nor interface means the default route's.
+        // An empty list does not. Without address and interface, the default route's address is used.
         let single = format!("{{nodeSelector: {{matchLabels: {{{}}}}}}}", named("gw1"));
         let empty = format!("{EMPIRE}  egressGateways: []\n  egressGateway: {single}");
         lab.manifests().write("cegp", &cegp("egress-sample", &empty))?;
@@ -109,7 +109,7 @@ fn pods_are_assigned_in_turn_and_then_stay() {
             let list: String = hosts.iter().map(one).collect();
             cegp("turns", &format!("{EMPIRE}  egressGateway: {{nodeSelector: {{}}}}\n  egressGateways:\n{list}"))
         };
-        // Written in another order than that of the addresses.
+        // The addresses are deliberately not in order.
         lab.manifests().write("cegp", &gateways(&[12, 10, 11]))?;
         for number in 0..6 {
             mediabot(lab, &format!("bot-{number}"), "default", ["worker1", "worker2"][number % 2])?;
@@ -126,7 +126,7 @@ fn pods_are_assigned_in_turn_and_then_stay() {
         expected.remove("default/bot-0");
         expected.insert("default/bot-9".into(), ips[0]);
         assignments(lab, Family::V4, &[10, 11, 12], |found| *found == expected)?;
-        // A gateway is added: no more pods move than it takes.
+        // A gateway is added: only as many pods move as it takes over.
         lab.manifests().write("cegp", &gateways(&[12, 13, 10, 11]))?;
         let moved = assignments(lab, Family::V4, &[10, 11, 12, 13], |found| {
             found.len() == 6 && found.values().any(|ip| *ip == egress(Family::V4, &[13])[0])
@@ -140,7 +140,7 @@ fn pods_are_assigned_in_turn_and_then_stay() {
 fn policies_that_cilium_ignores_silently_are_reported_and_disturb_nobody() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let address = egress(Family::V4, &[50])[0];
-        // Not every node: a worker may be the first that is ready, and its network has no route back to this address.
+        // The selector excludes workers: one may be the first ready node, and its network has no route back to this address.
         let nodes = "nodeSelector: {matchLabels: {egress: \"true\"}}";
         let gateway = format!("  egressGateway: {{{nodes}, egressIP: {address}}}\n");
         let refused = [
@@ -190,7 +190,7 @@ fn policies_that_cilium_ignores_silently_are_reported_and_disturb_nobody() {
             let event = |line: &&str| line.contains(&format!("policy cegp/{name}")) && line.contains(why);
             assert!(log.lines().any(|line| event(&line)), "no event for {name}: {log}");
         }
-        // Corrected, it is carried out.
+        // Once corrected, a policy takes effect.
         lab.manifests().remove("good")?;
         let other = egress(Family::V4, &[51])[0];
         lab.manifests()
@@ -207,7 +207,7 @@ fn the_first_gateway_by_name_serves_and_the_next_one_when_it_is_gone() {
         let address = egress(Family::V4, &[50])[0];
         let gateway = format!("  egressGateway: {{nodeSelector: {{matchLabels: {{egress: \"true\"}}}}, egressIP: {address}}}\n");
         let pod = mediabot(lab, "mediabot", "default", "worker1")?;
-        // Three addresses on three gateways: all of them have proven themselves.
+        // Three addresses on three gateways show that all of them work.
         lab.manifests().write("others", &crate::support::web(&[10, 11, 12]))?;
         start(lab)?;
         let owners = || -> Result<std::collections::BTreeSet<_>> {
@@ -219,10 +219,10 @@ fn the_first_gateway_by_name_serves_and_the_next_one_when_it_is_gone() {
         wait_v4(&pod, &server, address)?;
         assert_eq!(owner(lab, address).as_deref(), Some("gw1"));
         lab.relabel_node("gw1", &[("kubernetes.io/hostname", "gw1")])?;
-        // Of the others, the first one that has proven itself by then.
+        // The next one is the first by name among the other gateways that are proven by then.
         let next = crate::support::wait_owner(lab, address, |node| node != "gw1")?;
         wait_v4(&pod, &server, address)?;
-        // It stays where it is when the first one returns.
+        // The address stays there when the first gateway returns.
         lab.relabel_node("gw1", &[("kubernetes.io/hostname", "gw1"), ("egress", "true")])?;
         lab.manifests().write("nobody", &cegp("nobody", &format!("  selectors: [{{podSelector: {{matchLabels: {{app: none}}}}}}]\n  destinationCIDRs: [0.0.0.0/0]\n  egressGateway: {{nodeSelector: {{matchLabels: {{{}}}}}, egressIP: {}}}", named("gw1"), egress(Family::V4, &[51])[0])))?;
         crate::support::wait_owner(lab, egress(Family::V4, &[51])[0], |node| node == "gw1")?;

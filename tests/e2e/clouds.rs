@@ -1,12 +1,12 @@
-//! Networks without ARP: nothing is announced or answered, and the node of each address is reported for a cloud to act
-//! on.
+//! Networks without ARP: agents announce and answer nothing, and Spillway reports each address's node, so that a cloud
+//! can act on it.
 
 use anyhow::Result;
 use lab::{Capture, Family, Lab, PodSpec, StartOptions};
 
 use crate::support::{CALM, PATIENCE, egress, object_name, start_with, wait_in_force, wait_owner, web};
 
-/// What a cloud does: packets for an address go to the interface that its records name.
+/// Does what a cloud does: sends packets for the egress IPs to the interface that its records name.
 fn assign(lab: &Lab, node: &str) -> Result<()> {
     let mac: Vec<String> = lab.node(node).external_mac().iter().map(|byte| format!("{byte:02x}")).collect();
     let lines = Family::BOTH.map(|family| {
@@ -24,7 +24,7 @@ fn without_announcements_a_cloud_learns_from_objects_and_events_who_has_what() {
         let capture = Capture::start(&server.ns, "eth0")?;
         start_with(lab, &StartOptions::new().config(&format!("{CALM}announce: none\n")))?;
         let ips = Family::BOTH.map(|family| egress(family, &[10])[0]);
-        // One cable for both addresses, so that one node must have both.
+        // `assign` points both addresses at one node, so one node must own both.
         let labelled = |node: &str| vec![("kubernetes.io/hostname".to_owned(), node.to_owned())];
         for (gateway, egress) in [("gw1", true), ("gw2", false)] {
             let mut labels = labelled(gateway);
@@ -37,7 +37,7 @@ fn without_announcements_a_cloud_learns_from_objects_and_events_who_has_what() {
         }
         assign(lab, "gw1")?;
         wait_in_force(&pod, &server, &[10])?;
-        // The node changes: status, label and event report it, and the cloud follows.
+        // The owner changes: status, label and event report it, and the cloud follows.
         lab.relabel_node("gw2", &[("kubernetes.io/hostname", "gw2"), ("egress", "true")])?;
         lab.relabel_node("gw1", &[("kubernetes.io/hostname", "gw1")])?;
         for ip in ips {

@@ -1,5 +1,5 @@
-//! The examples that Spillway ships do what their comments say, in both families. (They are also tested on a real cluster,
-//! which has only IPv4.)
+//! The shipped examples do what their comments say, in both families. (They are also tested on a real cluster, which
+//! has only IPv4.)
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -43,15 +43,15 @@ fn the_examples_do_what_they_say_in_both_families() {
         }
         start(lab)?;
         let (usual, partner) = (lab.server("server1").clone(), lab.server("far1").clone());
-        // web: any of three; its partner sees an address of its own.
+        // web: any of three egress IPs; its partner sees an address of its own.
         wait_in_force(&web, &usual, &[10, 11, 12])?;
         wait_in_force(&web, &partner, &[40])?;
-        // mail: the addresses that it names; IPv6 is left alone.
+        // mail: the addresses named in its policy; IPv6 is left alone.
         wait_sources(&mail.ns, &usual, Family::V4, &egress(Family::V4, &[30, 31, 32]))?;
         let plain = sources(&mail.ns, &usual, Family::V6, 8)?;
         let ours = egress(Family::V6, &(10..=40).collect::<Vec<_>>());
         ensure!(!plain.is_empty() && plain.keys().all(|ip| !ours.contains(ip)), "{plain:?}");
-        // ledger: one address per pod, in turn, which changes only when it must.
+        // ledger: one address per pod, assigned in turn; it changes only when necessary.
         let of_ledger = |lab: &Lab, good: fn(&Dealt) -> bool| -> Result<[Dealt; 2]> {
             let of = |family| assignments_of("ledger", lab, family, &[20, 21, 22], good);
             Ok([of(Family::V4)?, of(Family::V6)?])

@@ -1,4 +1,4 @@
-//! The exit: what a CNI that routes by itself sends there, and what must not leave a node, whoever made it.
+//! The exit: packets of a CNI that does its own routing, and packets that must not leave a node, whatever sent them.
 
 use std::net::SocketAddr;
 
@@ -16,7 +16,7 @@ use crate::support::{
     web_pod, web_pod_with,
 };
 
-/// A lab with a selected pod of this kind on `worker1`, in force, whose node does not masquerade: what leaks shows the pod's address.
+/// Runs a test with a selected pod on `worker1`, its policy in force. Nothing masquerades, so a leak shows the pod's address.
 fn with_pod(cni: Cni, test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
     with_pod_by(Means::Tcx, cni, test);
 }
@@ -36,7 +36,7 @@ fn bare(cni: Cni) -> Builder {
     Lab::builder().workers(1).gateways(1).cni(cni).masquerade(false)
 }
 
-/// Acts like a CNI that routes in eBPF: a program at the pod's interface forwards every IP packet by itself.
+/// Acts like a CNI that routes in eBPF: a program at the pod's interface forwards every IP packet itself.
 fn route(lab: &Lab, pod: &Pod, means: Means, position: ChainPosition) -> Result<Hooked> {
     let node = lab.node(&pod.node);
     let uplink = node.ns.ifindex(node.uplink())?;
@@ -69,7 +69,7 @@ fn ebpf_cni_that_routes_behind_our_program_is_caught_at_the_exit() {
     }
 }
 
-/// docs/failures.md: ebpf-cni, before our program is first again: nothing has inspected these packets.
+/// docs/failures.md: ebpf-cni. Until our program is first again, no program has inspected these packets.
 #[test]
 fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
     for means in Means::BOTH {
@@ -79,7 +79,7 @@ fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
                 let _listens = UdpServer::start(&server.ns, &server.ips.both(8053))?;
                 let flows = UdpClients::start(&pod.ns, server.ips.at(family, 8053), 3, UdpOptions::default())?;
                 flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 3))?;
-                // The agent puts its program first again within a second; the test displaces it as often as it takes.
+                // The agent puts its program first again within a second; the test displaces it until a packet has met that gap.
                 wait_until(
                     "packets that no program has seen are dropped",
                     PATIENCE,
@@ -96,7 +96,7 @@ fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
     }
 }
 
-/// docs/failures.md: ebpf-cni, policy-bypass: what such a CNI forbids.
+/// docs/failures.md: ebpf-cni, policy-bypass: packets that such a CNI denies.
 #[test]
 fn ebpf_cni_that_denies_holds() {
     for means in Means::BOTH {
@@ -112,7 +112,7 @@ fn ebpf_cni_that_denies_holds() {
                 assert_eq!(sources(&pod.ns, server, family, 5)?, Default::default());
                 assert_eq!(counter(lab, &pod.node, "firewall_passed")?, passed);
                 assert!(counter(lab, &pod.node, "firewall_asked")? >= asked + 5);
-                // As with every stateful firewall: established connections continue.
+                // Established connections continue, as with every stateful firewall.
                 before.wait_progress(5, PATIENCE)?;
                 drop(denies);
                 wait_in_force(pod, server, &[10])?;
@@ -122,7 +122,7 @@ fn ebpf_cni_that_denies_holds() {
     }
 }
 
-/// docs/failures.md: ebpf-cni, masquerade: a program of the CNI's at the exit, behind ours, gives every packet the node's address.
+/// docs/failures.md: ebpf-cni, masquerade: a CNI program at the exit, behind ours, gives every packet the node's address.
 #[test]
 fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
     for means in Means::BOTH {
@@ -132,7 +132,7 @@ fn ebpf_cni_that_masquerades_at_the_exit_changes_no_source() {
             let masquerade = HookAction::Masquerade(pod.ips.v4, node.underlay.v4);
             let _masquerades = hook_by(means, &node.ns, node.uplink(), Side::Egress, masquerade, ChainPosition::Last)?;
             wait_in_force(pod, server, &[10])?;
-            // In front of ours, as long as it stays there: then the packet no longer matches its flow.
+            // While it stays in front of ours, packets no longer match their flow.
             let before = counter(lab, &pod.node, "drop_not_asked")?;
             wait_until(
                 "a first packet that is masqueraded already is dropped",
@@ -173,7 +173,7 @@ fn forward_sees_the_real_output_interface() {
     });
 }
 
-/// A node without a default route is a reason to have gateways. Packets pass FORWARD there as well.
+/// A node without a default route: one of the reasons to use gateways. Packets pass FORWARD there as well.
 #[test]
 fn a_node_without_a_default_route_sends_by_the_tunnel_device() {
     with_pod(Cni::PointToPoint, |lab, pod, server| {
@@ -195,7 +195,7 @@ fn a_node_without_a_default_route_sends_by_the_tunnel_device() {
     });
 }
 
-/// Sends packets from sockets on a node that must not leave it, and checks that they are counted under `counted`.
+/// Sends packets that must not leave from sockets on a node, and checks that they are counted under `counted`.
 fn refused(lab: &Lab, node: &str, counted: &str, what: &str, send: impl Fn() -> Result<()>) -> Result<()> {
     let before = counter(lab, node, counted)?;
     send()?;
@@ -217,7 +217,7 @@ fn forged_source_of_a_host_socket_does_not_leave() {
                     let send = || send_packet(ns, protocol, at(ip, 5000), target);
                     refused(lab, node, "drop_forged", &format!("{protocol:?} as {ip}"), send)?;
                 }
-                // It may use its own address, and its own traffic is unaffected.
+                // The node may use its own address.
                 let own = lab.node(node).underlay.ip(family);
                 send_packet(ns, Protocol::Udp, at(own, 5001), target)?;
                 capture.wait_for("the node's own packet", PATIENCE, |p| p.ports() == Some((at(own, 5001), target)))?;
@@ -229,7 +229,7 @@ fn forged_source_of_a_host_socket_does_not_leave() {
     });
 }
 
-/// docs/failures.md: forged-encap, for sockets of the host and of pods with hostNetwork: they need no right to forge addresses.
+/// docs/failures.md: forged-encap, for sockets of the host and of pods with hostNetwork, which need no privilege for this.
 #[test]
 fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
     Lab::builder().workers(2).gateways(1).run(|lab| {
@@ -238,7 +238,7 @@ fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
         let capture = Capture::start(&server.ns, "eth0")?;
         let device = |node: &str| lab.node(node).underlay.at(Family::V4, TUNNEL_PORT);
         for family in Family::BOTH {
-            // A port that is leased to worker1: the gateway would forward what comes from there.
+            // The port is leased to worker1, so the gateway would forward a packet from there.
             let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 1, UdpOptions::default())?;
             let id = flows.wait("an answer", PATIENCE, |all| all[0].received > 0)?[0].id;
             let translated = *udp.flows()[&id].peers.first().context("a peer")?;
@@ -262,7 +262,7 @@ fn forged_encap_of_a_host_socket_reaches_no_tunnel() {
     });
 }
 
-/// Pods that no policy selects, and the node itself, behave as without Spillway.
+/// Pods that no policy selects, and the node itself, behave as they would without Spillway.
 #[test]
 fn unselected_pods_and_the_node_itself_are_not_limited() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -275,7 +275,7 @@ fn unselected_pods_and_the_node_itself_are_not_limited() {
             let own = node.masquerade().ip(family);
             assert_eq!(sources(&plain.ns, &server, family, 10)?, [(own, 10)].into());
             assert_eq!(sources(&node.ns, &server, family, 10)?, [(own, 10)].into());
-            // Nothing masquerades it.
+            // Nothing masquerades this packet.
             let address = routed.ips.ip(family);
             assert_eq!(sources(&routed.ns, &server, family, 10)?, [(address, 10)].into());
         }

@@ -1,5 +1,5 @@
-//! Where egress IPs come from and where packets leave: floating, the node's own, an interface's, a pool's; through
-//! another gateway or directly from the pod's own node.
+//! Sources of egress IPs (floating, a node's own, an interface's, a pool's) and the places where packets leave (another
+//! gateway, or the pod's own node).
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -14,7 +14,7 @@ use crate::support::{
     wait_counter, wait_in_force, wait_sources, web, web_pod,
 };
 
-/// Who sends the packets that reach `server` from `source`.
+/// Returns the MAC addresses that send the packets from `source` to `server`.
 fn senders(pod: &Pod, server: &Server, family: Family, source: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
     let capture = Capture::start(&server.ns, "eth0")?;
     sources(&pod.ns, server, family, 10)?;
@@ -48,7 +48,7 @@ fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
             for family in Family::BOTH {
                 let own = BTreeSet::from([lab.node("gw1").external_mac()]);
                 assert_eq!(senders(&here, &server, family, egress(family, &[10])[0])?, own);
-                // All protocols take the local path, too.
+                // Other protocols take the local path, too.
                 let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
                 let flows = UdpClients::start(
                     &here.ns,
@@ -83,26 +83,26 @@ fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_i
         let own = Family::BOTH.map(|family| egress(family, &[50])[0]);
         gateway.ns.ip(&[format!("addr add {}/24 dev ext0", own[0]), format!("addr add {}/64 dev ext0", own[1])])?;
         gateway.ns.wait_addressed(&["ext0"])?;
-        // The ports for the node's own connections, and those that its administrator reserves, are among the first
+        // The ports of the node's own connections, and those that its administrator reserves, are among the first
         // blocks.
         gateway.ns.sysctls(&[
             ("net.ipv4.ip_local_port_range", "2048 4095"),
             ("net.ipv4.ip_local_reserved_ports", "5000-5005,5500"),
         ])?;
         let kept = |port: u16| (2048..=4095).contains(&port) || port / 64 == 5000 / 64 || port / 64 == 5500 / 64;
-        // The node's own service was there before; its port is not leased.
+        // The node's own service existed before, so its port is not leased.
         let listening = TcpServer::start(&gateway.ns, &own.map(|own| at(own, 8080)), ServerMode::Echo)?;
         let (pod, server) = web_pod(lab, &[50])?;
         for (family, own) in Family::BOTH.into_iter().zip(own) {
             assert_eq!(owner(lab, own).as_deref(), Some("gw2"));
             assert_eq!(senders(&pod, &server, family, own)?, BTreeSet::from([gateway.external_mac()]));
-            // The node's own service at that address, its own connections from it, and ping.
+            // The node's own service at that address, its connections from there, and ping continue to work.
             let clients = TcpClients::establish(&server.ns, (own, 8080).into(), 20, TcpOptions::once())?;
             clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
             assert!(listening.connections().len() >= 20);
             assert_eq!(sources(&gateway.ns, &server, family, 20)?.values().sum::<usize>(), 20);
             assert_eq!(ping(&server.ns, own, &Ping::default())?.replies.len(), 1);
-            // Ports of flows avoid those that the kernel assigns to the node's own sockets, whose connections may end only now.
+            // Flows avoid the ports that the kernel assigns to the node's own sockets, whose connections may end only now.
             let capture = Capture::start(&server.ns, "eth0")?;
             sources(&pod.ns, &server, family, 200)?;
             let trace = capture.finish()?;
@@ -124,7 +124,7 @@ fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_i
     });
 }
 
-/// The ports of an egress IP that a node's tables say are leased to worker1.
+/// Returns the port ranges of an egress IP that are leased to worker1 according to a node's tables.
 fn leased_ports(lab: &Lab, node: &str, egress: IpAddr) -> Result<Vec<(u16, u16)>> {
     let blocks = lab.egressctl(node, &["blocks"])?;
     let rows = blocks["items"].as_array().context("a list of blocks")?;
@@ -137,7 +137,7 @@ fn leased_ports(lab: &Lab, node: &str, egress: IpAddr) -> Result<Vec<(u16, u16)>
     ranges.map(|text| text.as_str().and_then(range).with_context(|| format!("a range of ports: {text}"))).collect()
 }
 
-/// The translated ports of worker1's flows.
+/// Returns the translated ports of worker1's flows.
 fn ports_in_use(lab: &Lab, egress: IpAddr) -> Result<BTreeSet<u16>> {
     let flows = lab.egressctl("worker1", &["flows", "--egress-ip", &egress.to_string()])?;
     let port = |row: &serde_json::Value| row["egressPort"].as_u64().and_then(|port| u16::try_from(port).ok());
@@ -153,7 +153,7 @@ fn datagrams(ns: &lab::NetNs, address: SocketAddr) -> Result<UdpSocket> {
     })
 }
 
-/// What arrives at `to`, and from where, after a datagram to `target`.
+/// Sends `what` to `target`, waits for it at `to`, and returns the peer's address.
 fn pass(from: &UdpSocket, target: SocketAddr, to: &UdpSocket, what: &str) -> Result<SocketAddr> {
     from.send_to(what.as_bytes(), target)?;
     let mut buffer = [0; 64];
@@ -165,7 +165,7 @@ fn pass(from: &UdpSocket, target: SocketAddr, to: &UdpSocket, what: &str) -> Res
     }
 }
 
-/// docs/failures.md: reserved-port (a listener that comes later, at a port that a flow uses at that moment).
+/// docs/failures.md: reserved-port (a later listener, at a port that a flow uses at that moment).
 #[test]
 fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
@@ -186,7 +186,7 @@ fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
             assert_eq!(translated.ip(), own);
             let port = far.source_of_flow().values().next().context("a stream")?.port();
 
-            // A service of the node, at the very ports of flows.
+            // The node's service uses the same ports as the flows.
             let service = TcpServer::start(&gateway.ns, &[at(own, port)], ServerMode::Echo)?;
             let clients = TcpClients::establish(&server.ns, at(own, port), 20, TcpOptions::default())?;
             clients.wait("echoes", PATIENCE, |all| all.iter().all(|one| one.received > 2))?;
@@ -195,11 +195,11 @@ fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
             let asker = pass(&client, translated, &listener, "question")?;
             assert_eq!(pass(&listener, asker, &client, "answer")?, translated);
             assert_eq!(pass(&outside, translated, &inside, "back")?, server.ips.at(family, 9200));
-            // The node's own requests, whatever block their identifiers are in.
+            // The node's own echo requests are answered, whatever block their identifiers are in.
             let ping = Ping { identifier: port, ..Ping::default() };
             assert_eq!(lab::traffic::ping(&gateway.ns, server.ips.ip(family), &ping)?.replies.len(), 1);
 
-            // No new flow gets a port of these blocks, and existing ones continue.
+            // No new flow gets a port of these blocks, and existing flows continue.
             let block = |port: u16| (port / 64 * 64, port / 64 * 64 + 63);
             let taken = [block(port), block(translated.port())];
             let meets =
@@ -235,8 +235,7 @@ fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
     });
 }
 
-/// Translates what `pod` sends to these ports of servers to one of `ports` of `address`, as a CNI's masquerading may
-/// do.
+/// Translates the packets of `pod` that match `to` to one of `ports` of `address`, as a CNI's masquerading may do.
 fn masquerade(gateway: &lab::NetNs, pod: &Pod, family: Family, to: &str, address: IpAddr, ports: &str) -> Result<()> {
     let (ip, name, address) = match address {
         IpAddr::V4(address) => ("ip", "masquerades4", address.to_string()),
@@ -255,8 +254,7 @@ fn masquerade(gateway: &lab::NetNs, pod: &Pod, family: Family, to: &str, address
     ))
 }
 
-/// A lab in which `web` on worker1 leaves through gw1 with that node's own address, and no policy selects `plain` on
-/// gw1.
+/// Starts the lab: `web` on worker1 leaves through gw1 with that node's own address; no policy selects `plain` on gw1.
 fn with_own_address(lab: &mut Lab) -> Result<(Pod, Pod, Server)> {
     let entry =
         format!("{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}, interface: ext0}}]", named("gw1"));
@@ -294,7 +292,7 @@ fn masq_ports_what_a_gateway_masquerades_from_leased_ports_is_answered() {
     });
 }
 
-/// docs/failures.md: masq-ports, on purpose: a pod that no policy selects has its packets masqueraded to the 5-tuples of flows.
+/// docs/failures.md: masq-ports, as an attack: an unselected pod has its packets masqueraded to the 5-tuples of flows.
 #[test]
 fn masq_ports_nobody_takes_a_flows_replies_by_masquerading() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -318,7 +316,7 @@ fn masq_ports_nobody_takes_a_flows_replies_by_masquerading() {
             assert!(reports.iter().all(lab::traffic::ConnectionReport::intact), "{reports:?}");
             capture.finish_without("a reset as from the flow", |packet| stolen(packet) && packet.is_reset())?;
 
-            // Datagrams, if conntrack forgets at once what the thief has sent.
+            // Datagrams, if conntrack immediately forgets those that the thief has sent.
             let (inside, outside) =
                 (datagrams(&pod.ns, any.parse()?)?, datagrams(&server.ns, server.ips.at(family, 9200))?);
             let translated = pass(&inside, server.ips.at(family, 9200), &outside, "there")?;
@@ -345,7 +343,7 @@ fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there
         let (pod, server) = policy_pod(lab, &first, &[101], &calm())?;
         lab.manifests().write("web", &policy("web", &entry("", "gw2")))?;
         wait_in_force(&pod, &server, &[102])?;
-        // The underlay's interface has the address, and another one leads to the server.
+        // The underlay's interface has the address, but another interface leads to the server.
         lab.manifests().write("web", &policy("web", &entry(", interface: eth0", "gw1")))?;
         let gateway = lab.node("gw1").clone();
         for family in Family::BOTH {
@@ -373,7 +371,7 @@ fn next_hop_a_gateway_by_interface_or_default_route_uses_the_address_found_there
     });
 }
 
-/// Next hops are cached for a moment; flows that never pause follow a change of routes.
+/// Next hops are cached briefly, but even flows that never pause follow a route change.
 #[test]
 fn route_changes_at_a_gateway_are_followed_by_flows_that_go_on() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -434,12 +432,12 @@ fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
             };
             lab::wait_until("each address at its own gateway", PATIENCE, macs, |macs| *macs == all_macs)?;
         }
-        // Another policy asks for one particular address; the first one keeps what it has.
+        // Another policy requests a particular address; the first policy keeps its addresses.
         let ips = format!("egressIPs: [\"{}\", \"{}\"]", egress(Family::V4, &[45])[0], egress(Family::V6, &[45])[0]);
         lab.manifests().write("api", &request("api", "api", &format!("{{name: public, count: 2, {ips}}}")))?;
         wait_in_force(&api, &server, &[43, 45])?;
         wait_in_force(&pod, &server, &[40, 41, 42])?;
-        // What is returned serves others.
+        // Returned addresses are available to other policies.
         lab.manifests().write("web", &request("web", "web", "{name: public, count: 1}"))?;
         let remaining =
             |family| -> Result<BTreeSet<IpAddr>> { Ok(sources(&pod.ns, &server, family, 20)?.into_keys().collect()) };

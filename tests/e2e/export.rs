@@ -1,4 +1,4 @@
-//! What is exported to collectors about who had which ports.
+//! The records that collectors receive about the users of ports.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::support::{CALM, PATIENCE, web_pod_with};
 
-/// Where lines of JSON are received.
+/// The address at which lines of JSON are received.
 const LINES: &str = "127.0.0.1:5170";
 const METRICS: &str = "127.0.0.1:9473";
 
@@ -33,7 +33,7 @@ fn take_lines(ns: &NetNs) -> Result<Arc<Mutex<Vec<Value>>>> {
     Ok(lines)
 }
 
-/// Whether a line of nfcapd's log sums up what one exporter has sent.
+/// Returns whether a line of nfcapd's log sums up the records of one exporter.
 fn is_sum(line: &str) -> bool {
     line.contains("Ident: ") && line.contains("Flows: ")
 }
@@ -56,7 +56,7 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
         }
         let both = |flows: &BTreeMap<u64, SocketAddr>| flows.len() == 2;
         let flows = wait_until("the server sees both flows", PATIENCE, || Ok(streams.source_of_flow()), both)?;
-        // As lines: everything that is known of it.
+        // The lines have everything that is known about a flow.
         let of_flow = |event: &str, seen: &SocketAddr| {
             let lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
             let is_it = |line: &&Value| line["event"] == event && line["egress_port"] == seen.port();
@@ -66,7 +66,7 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
             wait_until("a beginning", PATIENCE, || Ok(of_flow("flow_began", seen)), Value::is_object)?;
         }
         drop(clients);
-        // The flows of a removed pod do not wait for their timeout.
+        // The flows of a removed pod end before their timeout.
         lab.remove_pod("default/web")?;
 
         for seen in flows.values() {
@@ -76,7 +76,7 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
                 let line = wait_until(event, PATIENCE, || Ok(of_flow(event, seen)), Value::is_object)?;
                 let text = |name: &str| line[name].as_str().unwrap_or_default().to_owned();
                 ensure!([text("namespace"), text("pod")] == ["default", "web"], "{line}");
-                // When the flow ended, the policy had no pod on this node any more.
+                // The policy had no pod on this node any more when the flow ended.
                 ensure!(event == "flow_ended" || text("policy") == "web", "{line}");
                 ensure!(text("egress_ip") == seen.ip().to_string() && text("node") == "worker1", "{line}");
                 ensure!(text("source") == pod.ips.ip(family).to_string(), "{line}");
@@ -91,7 +91,7 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
             };
             ensure!(lines.iter().any(|line| holds(&line)), "nobody was granted {seen}: {lines:?}");
 
-            // As nfdump prints it. This version does not support translated IPv6 addresses.
+            // nfdump prints the same; this version does not support translated IPv6 addresses.
             let (began, ended) = if family == Family::V4 { ("4", "5") } else { ("1", "2") };
             let port = seen.port().to_string();
             let record = |records: &[Value], event: &str| {

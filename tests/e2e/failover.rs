@@ -1,5 +1,5 @@
 //! Gateways die, freeze, are cut off and come back: established connections continue, new flows go elsewhere, and at
-//! any time at most one gateway answers for an egress IP.
+//! most one gateway answers for an egress IP at any time.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -19,17 +19,17 @@ fn all_of(hosts: &[u8]) -> Vec<IpAddr> {
     Family::BOTH.iter().flat_map(|&family| egress(family, hosts)).collect()
 }
 
-/// The egress IPs among `hosts` that `node` carries.
+/// Returns the egress IPs among `hosts` that `node` owns.
 fn carried(lab: &Lab, node: &str, hosts: &[u8]) -> Vec<IpAddr> {
     all_of(hosts).into_iter().filter(|ip| owner(lab, *ip).as_deref() == Some(node)).collect()
 }
 
-/// Waits until every egress IP has an owner, and none of `dead`.
+/// Waits until every egress IP has an owner other than `dead`.
 fn wait_moved(lab: &Lab, hosts: &[u8], dead: &str) -> Result<()> {
     all_of(hosts).into_iter().try_for_each(|ip| wait_owner(lab, ip, |node| node != dead).map(drop))
 }
 
-/// Fails if anything came to `server` from other addresses than the egress IPs, or any reset was sent.
+/// Fails if a packet reached `server` from an address other than the egress IPs, or if any reset was sent.
 fn check_trace(trace: &Trace, server: &Server, hosts: &[u8]) {
     assert_no_strangers(trace, server, hosts);
     let resets: Vec<_> = trace.resets().packets().iter().map(lab::Packet::ports).collect();
@@ -66,7 +66,7 @@ fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
         for clients in busy.iter().chain(&silent) {
             clients.wait_progress(3, PATIENCE)?;
         }
-        // These are silent from here on, in both directions.
+        // From here on, these are silent in both directions.
         silent.iter().for_each(|clients| clients.set_sending(false));
         quiet_ones.set_sending(false);
         let is_quiet = |all: &[ConnectionReport]| all.iter().all(|one| one.last_arrival.elapsed() > QUIET);
@@ -112,8 +112,8 @@ fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
     });
 }
 
-/// Packets avoid a gateway that does not answer although it still has its egress IP: they go to the next carrier. Nothing leaves when all
-/// are dead.
+/// Packets avoid a gateway that does not answer although it still owns its egress IP: they go to the next carrier. When
+/// all are dead, nothing leaves.
 #[test]
 fn dead_gateway_packets_avoid_one_that_does_not_answer() {
     const HOSTS: [u8; 3] = [10, 11, 12];
@@ -121,7 +121,7 @@ fn dead_gateway_packets_avoid_one_that_does_not_answer() {
         let (pod, server) = web_pod_with(lab, &HOSTS, &StartOptions::new())?;
         let capture = Capture::start(&server.ns, "eth0")?;
         let owners: Vec<(IpAddr, Option<String>)> = all_of(&HOSTS).into_iter().map(|ip| (ip, owner(lab, ip))).collect();
-        // The underlay loses the gateways' frames; they still renew their leases.
+        // The underlay loses the gateways' frames, but the gateways still renew their leases.
         let all = ["gw1", "gw2", "gw3"];
         for gateway in &all[..2] {
             lab.isolate(gateway, Segment::Underlay)?;
@@ -154,7 +154,7 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
         let clients = Family::BOTH
             .map(|family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 30, TcpOptions::default()));
         let clients = clients.into_iter().collect::<Result<Vec<_>>>()?;
-        // The first gateway that reports is given all of them; half of them move.
+        // The first gateway to report gets all of them; then half of them move.
         wait_for("gw1 carries its share", PATIENCE, || Ok(carried(lab, "gw1", &HOSTS).len() == 2))?;
         let before: Vec<(IpAddr, Option<String>)> = all_of(&HOSTS).into_iter().map(|ip| (ip, owner(lab, ip))).collect();
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -181,7 +181,7 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
     });
 }
 
-/// A live gateway hands its egress IPs to others, and gets them back: no new connection waits for a second SYN.
+/// A living gateway hands its egress IPs to others and gets them back: no new connection needs a second SYN.
 #[test]
 fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
     const HOSTS: [u8; 2] = [40, 41];
@@ -190,7 +190,7 @@ fn a_move_between_living_gateways_loses_no_packet_of_any_connection() {
         let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &calm())?;
         wait_for("gw1 carries its share", PATIENCE, || Ok(carried(lab, "gw1", &HOSTS).len() == 2))?;
         let _echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
-        // A lost SYN is retransmitted after a second: too late.
+        // A lost SYN is retransmitted after one second, which is beyond the timeout.
         let rate = ConnectRate { per_second: 200, timeout: Duration::from_millis(900), ..ConnectRate::default() };
         let rates = Family::BOTH.map(|family| rate.start(&pod.ns, server.ips.at(family, 81)));
         let rates = rates.into_iter().collect::<Result<Vec<_>>>()?;
@@ -225,7 +225,7 @@ fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
         for ip in all_of(&HOSTS) {
             let old = wait_owner(lab, ip, |_| true)?;
             let new = if old == "gw1" { "gw2" } else { "gw1" };
-            // The server has the old owner in its neighbour table and does not ask again.
+            // The server's neighbour table has the old owner, so it does not ask again.
             let (from, to) = (lab.node(&old).external_mac(), lab.node(new).external_mac());
             server.ns.sh(&format!("ip neigh replace {ip} lladdr {} dev eth0 nud reachable", mac_text(from)))?;
             let capture = Capture::start(&server.ns, "eth0")?;
@@ -254,7 +254,7 @@ fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
     });
 }
 
-/// All who answer any of several requests for an address.
+/// Returns every MAC address that answers any of several requests for an address.
 fn all_who_answer(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
     let rounds = (0..5).map(|_| who_answers(server, address)).collect::<Result<Vec<_>>>()?;
     Ok(rounds.into_iter().flatten().collect())
@@ -269,7 +269,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
         let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &StartOptions::new())?;
         let mac_of = |lab: &Lab, node: &str| lab.node(node).external_mac();
 
-        // Frozen: everything on the node continues but its agent.
+        // Frozen: everything on the node continues except its agent.
         let frozen = wait_owner(lab, egress(Family::V4, &[40])[0], |_| true)?;
         let lost = carried(lab, &frozen, &HOSTS);
         for ip in &lost {
@@ -285,7 +285,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
             );
         }
         wait_in_force(&pod, &server, &HOSTS)?;
-        // Awake again, it finds out that it is no longer the owner.
+        // After it wakes, it learns that it is no longer the owner.
         lab.agent(&frozen).thaw()?;
         for ip in &lost {
             let new = owner(lab, *ip).context("an owner")?;
@@ -294,7 +294,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
             wait_until("only the new owner answers", PATIENCE, || all_who_answer(&server, *ip), |all| *all == only)?;
         }
 
-        // Killed: its programs stay.
+        // Killed: its programs stay attached.
         let killed = owner(lab, lost[0]).context("an owner")?;
         let lost = carried(lab, &killed, &HOSTS);
         lab.agent(&killed).kill()?;
@@ -306,14 +306,14 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
     });
 }
 
-/// docs/failures.md: stack-answers. Nothing but the pods answers with an egress IP.
+/// docs/failures.md: stack-answers. Only the pods answer with an egress IP.
 #[test]
 fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let (_, server) = web_pod_with(lab, &[10, 11], &StartOptions::new())?;
         let capture = Capture::start(&server.ns, "eth0")?;
         for ip in all_of(&[10, 11]) {
-            // To ports in a free block, in a leased one without a flow, and below all blocks.
+            // The ports are in a free block, in a leased one without a flow, and outside all blocks.
             for port in [22, 1024, 30_000, 65_535] {
                 let options = TcpOptions { connect_timeout: Duration::from_millis(400), ..TcpOptions::once() };
                 let clients = TcpClients::open(&server.ns, (ip, port).into(), 1, options)?;
@@ -339,7 +339,7 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
             !packet.outgoing && packet.ip().is_some_and(|ip| all_of(&[10, 11]).contains(&ip.source) && answers(ip))
         });
         assert_eq!(from_them.packets(), []);
-        // No stack forwards them either: it would have to resolve the address.
+        // No stack forwards the packets either: it would have to resolve the address.
         let ips = all_of(&[10, 11]);
         let questions = trace.filter(|packet| match &packet.content {
             _ if packet.outgoing => false,
@@ -356,7 +356,7 @@ fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
     });
 }
 
-/// With the controller dead everything continues, also when a source node's agent restarts.
+/// Traffic continues with the controller dead, even when a source node's agent restarts.
 #[test]
 fn traffic_continues_while_the_controller_is_dead() {
     const LEASE: Duration = Duration::from_secs(2);

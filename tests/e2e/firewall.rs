@@ -1,4 +1,4 @@
-//! The host's firewall: what it forbids does not leave, and nothing that hosts do to packets changes a source address.
+//! The host's firewall: packets that it forbids do not leave, and nothing that hosts do to packets changes a source address.
 
 use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
@@ -8,7 +8,7 @@ use crate::support::{
     PATIENCE, assert_no_strangers, counter, egress, forbid, sources, start, wait_in_force, wait_owner, web,
 };
 
-/// The tool that makes a firewall's rules.
+/// The tool that creates a firewall's rules.
 #[derive(Clone, Copy, Debug)]
 enum Tool {
     Nft,
@@ -19,7 +19,7 @@ impl Tool {
     /// Both, for loops.
     const BOTH: [Tool; 2] = [Tool::Nft, Tool::Iptables];
 
-    /// Forbids forwarding what `pod` sends to `server`.
+    /// Forbids forwarding packets from `pod` to `server`.
     fn forbid(self, ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
         match self {
             Tool::Nft => forbid(ns, pod, server),
@@ -44,8 +44,8 @@ fn each_iptables(pod: &Pod, server: &Server, action: &str) -> String {
     )
 }
 
-/// Checks that new flows of a pod are blocked while a rule forbids them, that existing ones continue, and that flows tried
-/// meanwhile pass once the rule is gone.
+/// Checks that new flows of a pod are blocked while a rule forbids them, that existing ones continue, and that the
+/// blocked ones pass once the rule is gone.
 fn is_respected(lab: &Lab, pod: &Pod, tool: Tool) -> Result<()> {
     let (server, ns) = (lab.server("server1").clone(), lab.node(&pod.node).ns.clone());
     let count = |name: &str| counter(lab, &pod.node, name);
@@ -100,7 +100,7 @@ fn policy_bypass_what_the_forward_chain_drops_does_not_leave() {
     });
 }
 
-/// docs/failures.md: policy-bypass, where the node sends for itself.
+/// docs/failures.md: policy-bypass, where the pod's own node owns the egress IP.
 #[test]
 fn policy_bypass_holds_on_a_gateway_that_owns_the_egress_ip() {
     Lab::builder().workers(1).gateways(2).run(|lab| {

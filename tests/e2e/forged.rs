@@ -1,4 +1,4 @@
-//! Spoofing: forged sources, forged tunnels, forged errors, and answers to what the outside has never sent.
+//! Spoofing: forged sources, tunnels and errors, and answers to packets that the outside never sent.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
@@ -18,14 +18,14 @@ use crate::support::{
     PATIENCE, at, counter, egress, forbid, sources, wait_bypass, wait_counter, wait_grown, wait_in_force, web_pod,
 };
 
-/// The translated address and port that a flow of the pod has at a server.
+/// Returns the translated address and port of a new flow from the pod to the server.
 fn translated_port(pod: &Pod, server: &Server, udp: &UdpServer, family: Family) -> Result<SocketAddr> {
     let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 1, UdpOptions::once())?;
     let id = flows.wait("a reply", PATIENCE, |all| all[0].received == 1)?[0].id;
     udp.flows()[&id].peers.first().copied().context("a peer")
 }
 
-/// Sends a datagram of a pod to an address of the server. Returns the sender that the server sees.
+/// Sends a datagram from a pod to an address of the server. Returns the source that the server sees.
 fn ask(pod: &Pod, own: SocketAddr, server: &Server, target: SocketAddr) -> Result<SocketAddr> {
     let listening = server.ns.run(|| Ok(UdpSocket::bind(target)?))?;
     listening.set_read_timeout(Some(PATIENCE))?;
@@ -33,7 +33,7 @@ fn ask(pod: &Pod, own: SocketAddr, server: &Server, target: SocketAddr) -> Resul
     Ok(listening.recv_from(&mut [0; 64]).context("the question")?.1)
 }
 
-/// docs/failures.md: forged-encap. The node masquerades what its pods send to other nodes.
+/// docs/failures.md: forged-encap. The node masquerades packets from its pods to other nodes.
 #[test]
 fn forged_encap_no_pod_reaches_a_tunnel() {
     Lab::builder().workers(2).gateways(1).masquerade_underlay(true).run(|lab| {
@@ -58,7 +58,7 @@ fn forged_encap_no_pod_reaches_a_tunnel() {
                     send_vxlan(&attacker.ns, *tunnel, FORWARD, Protocol::Udp, at(ip, port), out)?;
                     send_vxlan(&attacker.ns, *tunnel, REPLY, Protocol::Udp, answer, translated)?;
                 }
-                // What was sent later has arrived.
+                // Packets that were sent later have arrived.
                 assert_eq!(sources(&pod.ns, &server, family, 3)?.values().sum::<usize>(), 3);
                 wait_grown(lab, &attacker.node, "drop_tunnel_port", before, 2 * tunnels.len() as u64)?;
                 let forged = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == out);
@@ -71,13 +71,13 @@ fn forged_encap_no_pod_reaches_a_tunnel() {
     });
 }
 
-/// docs/failures.md: forged-encap, where the pod's interface has no program: the FORWARD chain.
+/// docs/failures.md: forged-encap, where the pod's interface has no program: the FORWARD chain drops the packets.
 #[test]
 fn forged_encap_holds_without_a_program_at_the_pods_interface() {
     Lab::builder().workers(1).gateways(1).masquerade_underlay(true).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
         let leased = Family::BOTH.map(|family| leased_port(lab, family));
-        // New interfaces get no program now.
+        // A frozen agent attaches no program to a new interface.
         lab.agent("worker1").freeze()?;
         let plain = lab.add_pod(PodSpec::new("plain", "worker1"))?;
         for (family, port) in Family::BOTH.into_iter().zip(leased) {
@@ -112,7 +112,7 @@ fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
         ];
         for family in Family::BOTH {
             let out = server.ips.at(family, 4242);
-            // Agents have seen the attackers' interfaces, and know the owners of the other pods' addresses.
+            // Waits until agents have seen the attackers' interfaces and know the owners of the other pods' addresses.
             for (attacker, pod) in attackers.iter().flat_map(|attacker| remote.iter().map(move |pod| (attacker, pod))) {
                 let before = counter(lab, &attacker.node, "drop_spoofed")?;
                 wait_for("an attacker is seen", PATIENCE, || {
@@ -134,7 +134,7 @@ fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
                 }
             }
             capture.finish_without("a forged packet", forged)?;
-            // The control: with its own address, a pod that no policy selects gets through. It is the only one.
+            // Control: a packet with an unselected pod's own address gets through, and it is the only one.
             send_packet(&attackers[1].ns, Protocol::Udp, attackers[1].ips.at(family, 1024), out)?;
             at_server.wait_for("the pod's own address", PATIENCE, forged)?;
             assert_eq!(at_server.finish()?.count(forged), 1, "{family:?}");
@@ -173,7 +173,7 @@ fn vlan_tag_tagged_frames_of_pods_are_dropped() {
     }
 }
 
-/// Whether a datagram or an ICMP error came in from this address.
+/// Returns whether this is an incoming datagram or ICMP error from this address.
 fn is_from(packet: &lab::Packet, source: IpAddr) -> bool {
     let says = |ip: &Ip| {
         ip.source == source && matches!(ip.transport, TransportLayer::Udp { .. } | TransportLayer::IcmpError { .. })
@@ -181,7 +181,7 @@ fn is_from(packet: &lab::Packet, source: IpAddr) -> bool {
     !packet.outgoing && packet.ip().is_some_and(says)
 }
 
-/// The source that a flow has, by its port in the pod.
+/// Returns the translated source of the flow with this port in the pod.
 fn of_flow(lab: &Lab, pod: &Pod, family: Family, port: u16) -> Result<Option<SocketAddr>> {
     let flows = lab.egressctl(&pod.node, &["flows", "--pod", &pod.key()])?;
     let items = flows["items"].as_array().context("flows")?;
@@ -193,7 +193,7 @@ fn of_flow(lab: &Lab, pod: &Pod, family: Family, port: u16) -> Result<Option<Soc
     Ok(Some(SocketAddr::new(ip, u16::try_from(port)?)))
 }
 
-/// docs/failures.md: forged-error. The firewall denies the flow: nothing of it passes, in neither direction.
+/// docs/failures.md: forged-error. The firewall denies the flow: no packet of it passes in either direction.
 #[test]
 fn forged_error_is_no_channel_past_the_firewall() {
     for cni in Cni::BOTH {
@@ -206,7 +206,7 @@ fn forged_error_is_no_channel_past_the_firewall() {
                 send_packet(&pod.ns, Protocol::Udp, own, target)?;
                 let pending = || of_flow(lab, &pod, family, 40_054);
                 let known = wait_until("a flow that waits", PATIENCE, pending, Option::is_some)?.context("a flow")?;
-                // The pod's errors, and what the server could send if it had learnt of the flow.
+                // The pod sends errors, and the server sends what it could send if it had learnt of the flow.
                 let before = counter(lab, "worker1", "drop_not_confirmed")?;
                 for _ in 0..3 {
                     send_error(&pod.ns, own.ip(), target.ip(), (target, own))?;
@@ -219,7 +219,7 @@ fn forged_error_is_no_channel_past_the_firewall() {
                 at_pod.finish_without("a packet of the denied flow", |p| is_from(p, target.ip()))?;
             }
             lab.node("worker1").ns.nft("delete table inet denied")?;
-            // The firewall lets the same flow pass, and so also packets about it.
+            // Once the firewall accepts the flow, errors about it pass as well.
             for family in Family::BOTH {
                 let (own, target) = (pod.ips.at(family, 40_054), server.ips.at(family, 54));
                 let capture = Capture::start(&server.ns, "eth0")?;
@@ -238,7 +238,7 @@ fn forged_error_is_no_channel_past_the_firewall() {
     }
 }
 
-/// docs/failures.md: forged-error. On a bridge, only the flow tells which port a pod is behind.
+/// docs/failures.md: forged-error. On a bridge, only the flow tells to which port a pod is connected.
 #[test]
 fn forged_error_about_another_pods_flow_is_dropped() {
     for cni in Cni::BOTH {
@@ -282,13 +282,13 @@ fn inbound_poison_packets_of_another_pod_do_not_count_as_outside() {
     }
 }
 
-/// docs/failures.md: syn-ack. A raw SYN+ACK exempts nothing from the policy, unless what it answers may have come in unseen.
+/// docs/failures.md: syn-ack. A raw SYN+ACK exempts nothing from the policy, unless its SYN may have come in unseen.
 #[test]
 fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
-    // Segments of no connection would keep the pod's address, whatever the rules for masquerading.
+    // The segments belong to no connection, so they would keep the pod's address whatever the masquerading rules.
     Lab::builder().workers(1).gateways(1).masquerade(false).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
-        // Selected from its start: connections of an older pod might be older than the policy.
+        // This pod is selected from its start: connections of an older pod might predate the policy.
         let pod = lab.add_pod(PodSpec::new("attacker", "worker1").label("app", "web"))?;
         wait_in_force(&pod, &server, &[10])?;
         let node = lab.node("worker1").ns.clone();
@@ -312,7 +312,7 @@ fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
             at_server.finish_without("the pod's own address", is_forged).map(drop)
         };
         dropped(8080)?;
-        // The control, and the case in SECURITY.md of nodes with such programs: one that could have brought the SYN in.
+        // Control, and the case in SECURITY.md: with a foreign program that could have delivered the SYN, the segments pass.
         let stranger = hook_xdp(&node, "eth0")?;
         wait_bypass(lab, "worker1", true)?;
         let at_server = Capture::start(&server.ns, "eth0")?;
@@ -328,8 +328,8 @@ fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
     });
 }
 
-/// docs/failures.md: forged-close. The pod decides which of two resets after data in flight is the server's own: it answers the challenge
-/// about a connection that it still has with an ACK, and about one that it no longer has with a reset.
+/// docs/failures.md: forged-close. The pod decides which of two resets behind data in flight is the server's own. It
+/// answers the challenge with an ACK if it still has the connection, and with a reset if it does not.
 #[test]
 fn forged_close_a_reset_behind_data_in_flight_counts_if_the_pod_has_taken_it() {
     Lab::builder().workers(1).gateways(1).run(|lab| {

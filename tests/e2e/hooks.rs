@@ -1,5 +1,5 @@
 //! Other software at the hooks: programs before ours, programs that detach ours, packets that take other paths; and a
-//! tunnel port that is taken.
+//! tunnel port in use.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -22,7 +22,7 @@ fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
             let node = lab.node("worker1").ns.clone();
             let first =
                 |interface: &str, side, action| hook_by(means, &node, interface, side, action, ChainPosition::First);
-            // One is attached before the agent starts.
+            // One program is attached before the agent starts.
             let _earlier = first(&pod.host_interface, Side::Ingress, HookAction::End)?;
             start_with(lab, &attaching(means))?;
             let server = lab.server("server1").clone();
@@ -56,22 +56,22 @@ fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
             let ns = &lab.node(node).ns;
             let pin = lab.pins(node).join(format!("links/{program}-{}", ns.ifindex(interface)?));
             ns.sh(&format!("bpftool link detach pinned {}", pin.display()))?;
-            // Each of them is needed for a new flow and its answers.
+            // A new flow and its answers need each of these programs.
             wait_in_force(&pod, &server, &[10])?;
         }
         Ok(())
     });
 }
 
-/// docs/failures.md: inbound-unseen. Incoming packets are put into the pod past its interface's egress hook.
+/// docs/failures.md: inbound-unseen. A program redirects incoming packets into the pod, past its interface's egress hook.
 #[test]
 fn inbound_unseen_connections_of_the_outside_are_left_alone() {
-    // The node's conntrack does not see the one direction either, and would masquerade the other.
+    // The node's conntrack does not see that direction either, and would masquerade the other one.
     Lab::builder().workers(1).gateways(1).masquerade(false).run(|lab| {
-        // With `Keep`, connections of an older pod might be older than the policy, and are left alone anyway.
+        // With `Keep`, connections of an older pod might predate the policy, and are left alone anyway.
         lab.manifests().write("web", &(web(&[10]) + "  existingConnections: Drop\n"))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
-        // It stands for an outside host whose packets something on the node redirects into the pod.
+        // This pod stands for an outside host whose packets a program on the node redirects into `web`.
         let outside = lab.add_pod(PodSpec::new("outside", "worker1"))?;
         start(lab)?;
         wait_in_force(&pod, lab.server("server1"), &[10])?;
@@ -88,8 +88,8 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
              ip -6 route change default via fe80::ecee:eeff:feee:eeee dev eth0 src {}",
             addresses[0], addresses[1]
         ))?;
-        // Static neighbour entries: they cannot resolve each other, since everything that one of them sends is
-        // redirected.
+        // Static neighbour entries: the pod and the node cannot resolve each other, because everything that the pod
+        // sends is redirected.
         let link = outside.ns.sh("ip -o link show eth0")?;
         let mac = link.split_whitespace().skip_while(|word| *word != "link/ether").nth(1).context("a MAC address")?;
         outside.ns.sh("ip neigh replace 169.254.1.1 lladdr ee:ee:ee:ee:ee:ee dev eth0 nud permanent

@@ -1,5 +1,5 @@
-//! What hosts do to packets besides forbidding them: reverse-path filters, connection tracking, marks, masquerading. None of
-//! it may stop a flow or change its source.
+//! What hosts do to packets besides forbidding them: reverse-path filters, connection tracking, marks, masquerading.
+//! None of this may stop a flow or change its source.
 
 use anyhow::Result;
 use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, ping};
@@ -9,11 +9,11 @@ use crate::support::{
     PATIENCE, assert_no_strangers, calm, egress, fixed, knows, start_with, wait_in_force, wait_owner, web,
 };
 
-/// The bit of the mark by which a node without a default route routes first packets to the tunnel device, as in `egress_common::abi`.
+/// The mark bit by which a node without a default route sends first packets to the tunnel device, as in `egress_common::abi`.
 const MARK: u32 = 0x1000;
 
-/// A lab whose nodes have these nftables rules before the agents start; on it one pod of each kind of CNI on a worker, and one
-/// on each owner of the egress IPs (which sends for itself). All of them reach the server with their egress IP and no other.
+/// Starts a lab whose nodes have these nftables rules before the agents start. It has a pod of each kind of CNI on a worker, and one on
+/// each owner of the egress IPs (which sends for itself). All of them must reach the server with their egress IP and no other address.
 fn flows_under(builder: Builder, rules: &str, test: impl FnOnce(&mut Lab, &[Pod]) -> Result<()>) {
     flows_with(builder, &calm(), rules, test);
 }
@@ -56,7 +56,7 @@ fn flows_with(
     });
 }
 
-/// docs/failures.md: rp-filter. With the tunnel device, replies arrive at another interface than the one of the route
+/// docs/failures.md: rp-filter. With the tunnel device, replies arrive at an interface other than that of the route
 /// back.
 #[test]
 fn rp_filter_strict_everywhere_drops_nothing() {
@@ -65,7 +65,7 @@ fn rp_filter_strict_everywhere_drops_nothing() {
     flows_with(Lab::builder().rp_filter(1), &device, "", |_, _| Ok(()));
 }
 
-/// docs/failures.md: masquerade. Unconditional, even for the tunnel's outer packets.
+/// docs/failures.md: masquerade. The rule has no condition, so it matches even the tunnel's outer packets.
 #[test]
 fn masquerade_of_everything_changes_no_source() {
     let rules = "table inet hostile { chain post {
@@ -76,18 +76,18 @@ fn masquerade_of_everything_changes_no_source() {
     flows_under(Lab::builder(), rules, |_, _| Ok(()));
 }
 
-/// Rules that drop what conntrack calls invalid at every hook.
+/// Rules that drop packets in conntrack's state `invalid` at every hook.
 fn drop_invalid() -> String {
     let chain = |hook| format!("chain {hook} {{ type filter hook {hook} priority filter; ct state invalid drop; }}\n");
     let chains: String = ["prerouting", "input", "forward", "output", "postrouting"].into_iter().map(chain).collect();
     format!("table inet hostile {{ {chains} }}")
 }
 
-/// docs/failures.md: ct-invalid. Nothing masquerades: packets are lost here only because conntrack calls them invalid.
+/// docs/failures.md: ct-invalid. Without masquerading, packets are lost here only if conntrack calls them invalid.
 #[test]
 fn ct_invalid_rule_drops_none_of_our_packets() {
     flows_under(Lab::builder().masquerade(false), &drop_invalid(), |lab, pods| {
-        // A connection that lives for a while, in both directions.
+        // Connections that live for a while, in both directions.
         let server = lab.server("server1").clone();
         let _stream = TcpServer::start(&server.ns, &server.ips.both(8081), ServerMode::Stream)?;
         for (pod, family) in pods.iter().flat_map(|pod| Family::BOTH.map(|family| (pod, family))) {
@@ -98,7 +98,7 @@ fn ct_invalid_rule_drops_none_of_our_packets() {
     });
 }
 
-/// docs/failures.md: ct-invalid. The packet that the host's answer quotes is not tracked.
+/// docs/failures.md: ct-invalid. The host answers a packet that is too large; conntrack does not track the quoted packet.
 #[test]
 fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
     let device = fixed("device");
@@ -114,8 +114,8 @@ fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
     });
 }
 
-/// docs/failures.md: forward-drop. Only what pods send is forwarded; replies, and what gateways send for others, are
-/// not.
+/// docs/failures.md: forward-drop. FORWARD accepts only packets from pods: no replies, and no packets that gateways
+/// send for other nodes.
 #[test]
 fn forward_drop_policy_drops_no_reply() {
     let [pods4, pods6] = address::PODS;
@@ -129,8 +129,8 @@ fn forward_drop_policy_drops_no_reply() {
     flows_under(Lab::builder(), &rules, |_, _| Ok(()));
 }
 
-/// docs/failures.md: mark-clash. Rules set every bit but ours, masquerade packets with kube-proxy's bit, then clear all marks;
-/// and our bit is set on packets that are not ours.
+/// docs/failures.md: mark-clash. Rules set every bit except ours, clear all marks, set our bit on packets that are not
+/// ours, and masquerade packets with kube-proxy's bit.
 #[test]
 fn mark_clash_with_every_common_bit_changes_nothing() {
     let rules = format!(
@@ -163,7 +163,7 @@ fn mark_clash_with_every_common_bit_changes_nothing() {
         others = !MARK,
     );
     flows_under(Lab::builder(), &rules, |lab, pods| {
-        // The bit that a rule sets on packets from other nodes to a pod does not misroute them.
+        // A rule that sets our bit on packets from other nodes to a pod does not misroute them.
         let neighbour = lab.add_pod(PodSpec::new("neighbour", "gw2"))?;
         for (pod, family) in pods.iter().flat_map(|pod| Family::BOTH.map(|family| (pod, family))).take(4) {
             let target = std::net::SocketAddr::new(pod.ips.ip(family), 7010);
@@ -205,7 +205,7 @@ fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
     });
 }
 
-/// docs/failures.md: policy-bypass, masquerade: somebody else removes what the agent made.
+/// docs/failures.md: policy-bypass, masquerade: other software removes the agent's rules and routes.
 #[test]
 fn hostile_flushes_of_rules_let_nothing_out_and_are_mended() {
     flows_under(Lab::builder(), "", |lab, pods| {
@@ -222,7 +222,7 @@ fn hostile_flushes_of_rules_let_nothing_out_and_are_mended() {
             wait_in_force(&pods[0], &server, &[10])
         };
         is_mended(flush, routed)?;
-        // Without a default route there are also rules and routes of our own table.
+        // Without a default route, the agent also has policy rules, and routes in its own table.
         node.sh("ip route del default; ip -6 route del default")?;
         let led = wait_until("a policy route", PATIENCE, || whole(lab), |now| *now == routed + 5)?;
         for script in [

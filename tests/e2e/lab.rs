@@ -1,4 +1,4 @@
-//! The lab itself, without Spillway: what the other tests rely on.
+//! Tests of the lab itself, without Spillway: the other tests rely on this behaviour.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -62,7 +62,7 @@ fn unpoliced_traffic_has_the_nodes_address(cni: Cni, rp_filter: u8) {
     });
 }
 
-/// TCP, UDP and echo requests reach the server with the address of the pod's node, and are answered.
+/// Checks that TCP, UDP and echo requests reach the server with the address of the pod's node and are answered.
 fn reaches(lab: &Lab, pod: &Pod, server: &Server) -> Result<()> {
     let tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
     let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
@@ -220,13 +220,13 @@ fn captures_decode_neighbours_errors_and_fragments() {
     let udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
     for family in Family::BOTH {
         assert_eq!(ping(&server.ns, external.ip(family), &Ping::default())?.replies.len(), 1);
-        // The router reports the MTU behind it once, as the pod's kernel does not know it yet.
+        // The router reports the MTU behind it once, because the pod's kernel does not know it yet.
         let large = Ping { size: 1400, dont_fragment: true, ..Ping::default() };
         assert_eq!(ping(&pod.ns, far.ips.ip(family), &large)?.mtu, Some(1300));
-        // Nobody listens there.
+        // Nothing listens at this port.
         let flow = UdpClients::start(&pod.ns, server.ips.at(family, 9), 1, UdpOptions::once())?;
         flow.wait("refusal", PATIENCE, |flows| flows[0].errors.keys().any(|error| error.contains("refused")))?;
-        // What the kernel fragments, and what was cut by hand in several orders.
+        // A datagram that the kernel fragments, and some that are fragmented by hand in several orders.
         let options = UdpOptions { size: 4000, ..UdpOptions::once() };
         let flow = UdpClients::start(&pod.ns, server.ips.at(family, 53), 1, options)?;
         flow.wait("a large reply", PATIENCE, |flows| flows[0].received == 1)?;
@@ -247,8 +247,8 @@ fn captures_decode_neighbours_errors_and_fragments() {
         let fragments = |packet: &lab::Packet| {
             packet.ip().is_some_and(|ip| ip.fragment.is_some() && ip.source == lab.node("worker1").underlay.ip(family))
         };
-        // 4000 bytes by the kernel in three fragments; by hand in five, which a router with conntrack reassembles and
-        // refragments.
+        // The kernel sends 4000 bytes in three fragments. By hand there are five, which a router with conntrack
+        // reassembles and refragments.
         assert!(trace.count(fragments) >= 9, "{family:?} {}", trace.count(fragments));
     }
     let at_pod = at_pod.finish()?;
@@ -310,7 +310,7 @@ fn bulk_transfers_go_both_ways_with_and_without_offload() {
     });
 }
 
-/// A stand-in for `egress-daemon`: it prints its arguments, records SIGTERM and waits.
+/// A stand-in for `egress-daemon` that prints its arguments, records SIGTERM and waits.
 fn stand_in(dir: &Path) -> Result<std::path::PathBuf> {
     let path = dir.join("stand-in");
     let script = "#!/bin/sh\necho \"$@\"\ncat \"$5\"/node-worker1.yaml\nls /sys/fs/bpf >/dev/null && echo bpffs\n\
@@ -362,7 +362,7 @@ fn processes_run_in_their_node_and_are_killed_frozen_and_cut_off() {
     });
 }
 
-/// Namespaces and folders of a lab that exist now.
+/// Returns the namespaces and folders of a lab that exist now.
 fn remains(id: &str) -> Vec<String> {
     let entries = |folder: &str| {
         fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().into_string().ok())
@@ -395,7 +395,7 @@ fn a_lab_whose_process_was_killed_leaves_nothing_behind() -> Result<()> {
     if std::env::var_os(ROLE).is_some() {
         return hold_a_lab();
     }
-    // The child's as well: it must not wait for one of its own behind a test that waits for this one's end.
+    // The child shares this: if it took its own, it could queue behind a test that waits for this test to end.
     let _share = machine::take(false)?;
     let mut child = Command::new(std::env::current_exe()?)
         .args(["--exact", "a_lab_whose_process_was_killed_leaves_nothing_behind", "--nocapture"])
@@ -417,7 +417,7 @@ fn a_lab_whose_process_was_killed_leaves_nothing_behind() -> Result<()> {
     wait_for("its processes, too", PATIENCE, || Ok(!Path::new(&format!("/proc/{pid}")).exists()))
 }
 
-/// What that process does.
+/// The child's part of the test: builds a lab and waits to be killed.
 fn hold_a_lab() -> Result<()> {
     let mut lab = Lab::builder().build()?;
     lab.start_agent("gw1", &StartOptions::new().binary(&stand_in(lab.dir())?))?;

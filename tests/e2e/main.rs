@@ -1,7 +1,7 @@
 //! Spillway end to end: the real programs in network namespaces, judged by what arrives at a server.
 //!
-//! One module for each subject. Every test builds its own lab, so they run in any order and in parallel; what they share
-//! is in [`support`]. `tests/README.md` lists the test for each row of the list of failures.
+//! One module for each subject. Every test builds its own lab, so tests run in any order and in parallel; [`support`]
+//! has what they share. `tests/README.md` lists the test for each row of the list of failures.
 
 mod abuse;
 mod antrea;

@@ -1,4 +1,4 @@
-//! Each alert that Spillway ships fires in a real Prometheus while its fault is present, and resolves when it is gone.
+//! Each shipped alert fires in a real Prometheus while its fault is present, and resolves once the fault is gone.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -16,28 +16,28 @@ use serde_json::Value;
 use crate::ports::{TARGET, deafen, expire_udp_at_once};
 use crate::support::{PATIENCE, egress, policy, start_with, wait_in_force, web};
 
-/// The alerts.
+/// The shipped alerts.
 const RULES: &str = include_str!("../../manifests/components/monitoring/rules.yaml");
-/// Where agents and controller serve their metrics.
+/// The port at which agents and controller serve their metrics.
 const PORT: u16 = 9473;
-/// No pod gets more than a part of the ports of an egress IP.
+/// Several pods, because no pod gets all ports of an egress IP.
 const PODS: usize = 6;
 const WORKERS: [&str; 2] = ["worker1", "worker2"];
-/// Hosts of the underlay: the controller, Prometheus.
+/// Host numbers in the underlay: the controller, Prometheus.
 const CONTROLLER: u8 = 200;
 const PROMETHEUS: u8 = 201;
-/// The egress IP, and one that no policy has.
+/// The host number of the egress IP, and of one that no policy has.
 const HOST: u8 = 10;
 const OTHER_HOST: u8 = 11;
-/// Where something serves its version, in Prometheus's namespace.
+/// The address at which a stand-in serves its version, in Prometheus's namespace.
 const OTHER: &str = "127.0.0.1:9474";
-/// The lab sends tens of thousands of packets, on a machine that is busy with other tests.
+/// Long enough for the lab to send tens of thousands of packets on a machine that is busy with other tests.
 const SLOW: Duration = PATIENCE.saturating_mul(4);
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// A lost node is noticed soon, also by its lease.
+/// Short intervals, so that a lost node is noticed soon, also by its lease.
 const CONFIG: &str = "probe: {interval: 200ms, count: 5}\nlease: {renew: 1s, duration: 5s}\nmetrics: 0.0.0.0:9473\n";
 
-/// A cluster, and the Prometheus that watches it.
+/// A cluster and the Prometheus that watches it.
 struct Watched<'a> {
     lab: &'a mut Lab,
     options: StartOptions,
@@ -66,7 +66,7 @@ impl Watched<'_> {
         self.server.ips.at(Family::V4, TARGET)
     }
 
-    /// Queries from more ports than exist, from all pods together.
+    /// Sends queries from more ports than exist, from all pods in sum.
     fn ask_from_all_ports(&self) -> Result<()> {
         self.pods
             .iter()
@@ -74,7 +74,7 @@ impl Watched<'_> {
     }
 }
 
-/// Something that serves the metric of its version, until the tests end.
+/// Serves the metric of a version that the test can change, until the tests end.
 fn serve_version(ns: &NetNs) -> Result<Arc<Mutex<&'static str>>> {
     let listener = ns.run(|| Ok(TcpListener::bind(OTHER)?))?;
     let version = Arc::new(Mutex::new(VERSION));
@@ -82,7 +82,7 @@ fn serve_version(ns: &NetNs) -> Result<Arc<Mutex<&'static str>>> {
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let version = *says.lock().unwrap_or_else(PoisonError::into_inner);
-            // A client that leaves before its answer asks again.
+            // A client that disconnects early asks again.
             let _ = stream.and_then(|stream| answer(stream, version));
         }
     });
@@ -148,7 +148,7 @@ fn each_alert_fires_for_its_fault_and_resolves() {
     });
 }
 
-/// A gateway's link, a worker's store, an agent, and a map.
+/// Cuts a gateway's link, blocks a worker's store, hides a map, and writes a wrong manifest.
 fn nodes_are_lost(w: &Watched<'_>) -> Result<()> {
     w.lab.cut("gw1", Segment::Underlay)?;
     w.fires("SpillwayGatewayUnreachable", ("gateway", "gw1"), nothing)?;
@@ -175,7 +175,7 @@ fn nodes_are_lost(w: &Watched<'_>) -> Result<()> {
 }
 
 fn the_control_plane_fails(w: &mut Watched<'_>) -> Result<()> {
-    // A directory blocks the place where the object of another egress IP has to be written.
+    // A directory stands where the controller must write the object of another egress IP.
     let obstacle =
         w.lab.manifests().dir().join(format!(".spillway/EgressIP/{}.yaml", egress(Family::V4, &[OTHER_HOST])[0]));
     fs::create_dir(&obstacle)?;
@@ -201,7 +201,7 @@ fn packets_are_dropped(w: &mut Watched<'_>) -> Result<()> {
     drop(asking);
     w.resolve("no gateway is left")?;
 
-    // A host that is no node sends into a gateway's tunnel. All the while somebody scans the egress IP, which is no fault of a gateway.
+    // A host that is not a node sends into a gateway's tunnel. Meanwhile the server scans the egress IP: no gateway fault.
     let address = egress(Family::V4, &[HOST])[0];
     let scanning = UdpClients::start(&w.server.ns, SocketAddr::new(address, 1), 1, options())?;
     let device = w.lab.node("gw1").underlay.at(Family::V4, TUNNEL_PORT);
@@ -213,7 +213,7 @@ fn packets_are_dropped(w: &mut Watched<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Flows first stay for minutes, so that all ports of the egress IP are in use on any machine, and then for a second.
+/// Flows first live for minutes, so that all ports of the egress IP are in use on any machine, and then for a second.
 fn ports_get_scarce(w: &mut Watched<'_>) -> Result<()> {
     let address = egress(Family::V4, &[HOST])[0].to_string();
     w.fires("SpillwayPortsScarce", ("egress_ip", &address), || w.ask_from_all_ports())?;

@@ -1,4 +1,4 @@
-//! What does not fit into a node's tables.
+//! Policies that do not fit into a node's tables.
 
 use std::time::Duration;
 
@@ -11,15 +11,15 @@ use crate::support::{
     CALM, PATIENCE, counter, egress, gateways, policy, sources, wait_counter, wait_in_force, wait_sources, web_pod_with,
 };
 
-/// Policies that each select a different half of the pods: each of their pods has a class of its own.
+/// The number of policies that each select a different half of the pods, which gives each pod its own class.
 const HALVES: usize = 8;
-/// The most destinations that a policy may have.
+/// The maximum number of destinations of a policy.
 const MOST: usize = 1_024;
 /// An unoptimised agent takes seconds to merge this many routes.
 const SLOW: Duration = PATIENCE.saturating_mul(4);
 
-/// A policy for the pods with the label `large`: IPv4 destinations, the server's among them. A table of routes has room for 262,144
-/// pairs of a class and a destination, so it is too large if those pods have 256 classes and another policy also has a route.
+/// A policy for the pods with the label `large`, with IPv4 destinations that include the server. A table of routes has room for 262,144
+/// pairs of a class and a destination, so it overflows if those pods have 256 classes and another policy also has a route.
 fn large(destinations: usize, server: std::net::Ipv4Addr) -> String {
     let others = (1..destinations).map(|n| format!("11.{}.{}.0/24", n / 256, n % 256));
     let all: Vec<String> = std::iter::once(format!("{server}/32")).chain(others).collect();
@@ -31,7 +31,7 @@ fn large(destinations: usize, server: std::net::Ipv4Addr) -> String {
     policy("large", &spec)
 }
 
-/// A policy for the pods that are in this half.
+/// A policy for the pods in this half.
 fn half(number: usize) -> String {
     let spec = format!(
         "\n  selectors: [{{podSelector: {{matchLabels: {{half-{number}: \"yes\"}}}}}}]\n  destinationCIDRs: [192.0.2.{number}/32]{}",
@@ -40,7 +40,7 @@ fn half(number: usize) -> String {
     policy(&format!("half-{number}"), &spec)
 }
 
-/// Objects of pods like `model`, each in other halves. None of them ever starts.
+/// Writes the objects of 255 pods like `model`, each with its own combination of halves. None of them ever starts.
 fn crowd(lab: &Lab, model: &Pod) -> Result<()> {
     for number in 1..=u8::MAX {
         let mut pod = model.clone();
@@ -53,14 +53,14 @@ fn crowd(lab: &Lab, model: &Pod) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the policy's condition says that it does not fit, or no longer does.
+/// Waits until the policy's condition says that the policy does not fit, or no longer says so.
 fn wait_told(lab: &Lab, does_not_fit: bool) -> Result<()> {
     let policies = || Ok(lab.egressctl("worker1", &["policies"])?.to_string());
     let told = |text: &String| text.contains("on node worker1: table ROUTES_V4 holds 262144 entries");
     wait_until("the condition of the policy", SLOW, policies, |text| told(text) == does_not_fit).map(drop)
 }
 
-/// Where each agent serves its metrics, in its node's namespace.
+/// The address at which each agent serves its metrics, in its node's namespace.
 const METRICS: &str = "127.0.0.1:9473";
 
 /// Waits until the worker's metrics count this many problems.
@@ -70,7 +70,7 @@ fn wait_problems(lab: &Lab, count: usize) -> Result<()> {
     wait_until(&line, SLOW, metrics, |text| text.lines().any(|told| told == line)).map(drop)
 }
 
-/// Adds a pod as a cluster does: its node knows of it before it has a network.
+/// Adds a pod as a cluster does: its node knows the pod before the pod has a network.
 fn start_pod(lab: &mut Lab, spec: PodSpec) -> Result<Pod> {
     let pod = lab.prepare_pod(spec)?;
     wait_held(lab)?;
@@ -82,7 +82,7 @@ fn start_pod(lab: &mut Lab, spec: PodSpec) -> Result<Pod> {
 #[test]
 fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes_on() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
-        // That pods of the crowd have no address is no problem yet, however long the test takes.
+        // The crowd's pods have no address; `startLimit` keeps this from becoming a problem, however long the test takes.
         let options = StartOptions::new().config(&format!("{CALM}metrics: {METRICS}\nstartLimit: 1h\n"));
         let (web, server) = web_pod_with(lab, &[10], &options)?;
         wait_problems(lab, 0)?;
@@ -106,13 +106,13 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes
         let node = wait_until("the condition of the node", SLOW, node, of_node)?;
         assert!(!node.contains("policy web: table") && !node.contains("policy half-"), "{node}");
 
-        // What its pods send does not leave, not even with another address.
+        // Packets of its pods do not leave, not even with another address.
         let capture = Capture::start(&server.ns, "eth0")?;
         let dropped = counter(lab, "worker1", "drop_no_gateway")?;
         assert_eq!(sources(&selected.ns, &server, Family::V4, 5)?, Default::default());
         send_packet(&selected.ns, Protocol::Udp, selected.ips.at(Family::V4, 1024), server.ips.at(Family::V4, 4242))?;
         wait_counter(lab, "worker1", "drop_no_gateway", dropped)?;
-        // All others continue, and later additions are served: a pod, and a policy.
+        // All other policies continue, and later additions are served: a pod, and a policy.
         wait_in_force(&web, &server, &[10])?;
         let late = start_pod(lab, PodSpec::new("late", "worker1").label("app", "web"))?;
         wait_in_force(&late, &server, &[10])?;
@@ -125,7 +125,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes
         let strangers = capture.finish()?.strangers_towards(server.ips.v4.into(), &known);
         assert!(strangers.is_empty(), "{strangers:?}");
 
-        // It is made smaller, as the remedy says.
+        // The policy is made smaller, as the remedy says.
         lab.manifests().write("large", &large(2, server.ips.v4))?;
         wait_sources(&selected.ns, &server, Family::V4, &egress(Family::V4, &[12]))?;
         wait_told(lab, false)?;

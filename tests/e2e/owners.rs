@@ -1,4 +1,4 @@
-//! Who carries an egress IP when hosts disagree, addresses disappear and agents come back.
+//! Ownership of an egress IP when hosts disagree, addresses disappear and agents come back.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -15,10 +15,10 @@ use crate::support::{
 
 /// The time between two announcements of a new owner.
 const BETWEEN_CLAIMS: Duration = Duration::from_secs(1);
-/// By then an owner has answered another host's claim. It does so within half a second, and its reminders come every ten seconds.
+/// The time within which an owner answers another host's claim. It takes half a second; its reminders come every ten seconds.
 const DEFENCE: Duration = Duration::from_secs(4);
 
-/// A policy with one egress IP of each family on two gateways, in force, with the default (short) leases.
+/// Runs a test with a policy in force, one egress IP of each family, two gateways, and the default (short) leases.
 fn with_owner(test: impl FnOnce(&mut Lab, &Pod, &Server) -> Result<()>) {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let (pod, server) = web_pod_with(lab, &[10], &StartOptions::new())?;
@@ -36,8 +36,8 @@ fn owners(lab: &Lab) -> Result<[String; 2]> {
     Ok([v4?, v6?])
 }
 
-/// docs/failures.md: two-owners. A gateway is cut off from the objects and from the outside, loses its egress IPs, and comes back:
-/// to the outside first, so that it still believes that it is the owner.
+/// docs/failures.md: two-owners. A gateway is cut off from the store and from the outside, and loses its egress IPs. It
+/// returns to the outside first, so it still believes that it is the owner.
 #[test]
 fn two_owners_after_a_partition_heals_become_one_again() {
     with_owner(|lab, pod, server| {
@@ -61,7 +61,7 @@ fn two_owners_after_a_partition_heals_become_one_again() {
         }
         drop(capture);
         lab.rejoin(&old, Segment::External)?;
-        // It still cannot read the plan; that the others hold their leases is enough.
+        // It still cannot read the plan. It is enough that the others hold their leases.
         for ip in &lost {
             let announced = || announces(lab, &old, *ip);
             wait_until("the former owner is silent", PATIENCE, announced, |announced| !announced)?;
@@ -96,8 +96,8 @@ fn two_owners_after_a_partition_heals_become_one_again() {
     });
 }
 
-/// docs/failures.md: spoofed-claim. A rogue host announces an egress IP as its own, even while the owner cannot renew its lease: the
-/// owner keeps answering for it, and reannounces it.
+/// docs/failures.md: spoofed-claim. A rogue host announces an egress IP as its own, even while the owner cannot renew
+/// its lease. The owner keeps answering for the egress IP and reannounces it.
 #[test]
 fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
     with_owner(|lab, pod, server| {
@@ -124,7 +124,7 @@ fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
                 let capture = Capture::start(&server.ns, "eth0")?;
                 lab::traffic::send_claim(lab.router(), "ext0", ip, rogue)?;
                 let forged = capture.wait_for("the forged claim", PATIENCE, |p| p.claim() == Some((ip, rogue)))?;
-                // From then on the server has the rogue's address, if only for a moment.
+                // From then on the server has the rogue's MAC address, if only briefly.
                 let defends = |packet: &Packet| packet.at > forged.at && packet.claim() == Some((ip, right));
                 capture.wait_for("the owner's claim after it", DEFENCE, defends)?;
                 owner_is_known()?;
@@ -134,7 +134,7 @@ fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
     });
 }
 
-/// docs/failures.md: restart-race. An agent that was away while its egress IPs moved does not carry them when it is back.
+/// docs/failures.md: restart-race. An agent that was away while its egress IPs moved does not claim them when it is back.
 #[test]
 fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
     with_owner(|lab, pod, server| {
@@ -199,7 +199,7 @@ fn ip_moves_when_the_link_of_its_owner_goes_down() {
     });
 }
 
-/// docs/failures.md: ip-moves. A node's own address is the egress IP, and another one replaces it.
+/// docs/failures.md: ip-moves. The egress IP is a node's own address, and another address replaces it.
 #[test]
 fn ip_moves_when_a_node_gets_another_address() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -227,7 +227,7 @@ fn ip_moves_when_a_node_gets_another_address() {
     });
 }
 
-/// docs/failures.md: mld. A switch forwards a request only to members of its group, once it has a querier.
+/// docs/failures.md: mld. Once a switch has a querier, it forwards a solicitation only to members of its group.
 #[test]
 fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
     with_owner(|lab, _, server| {
@@ -239,13 +239,13 @@ fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
             .sh(&format!("ip link set br0 type bridge mcast_snooping 1 mcast_mld_version 2 {times} mcast_querier 1"))?;
         let address = egress(Family::V6, &[10])[0];
         let owner = wait_owner(lab, address, |_| true)?;
-        // A sender has to resolve an address first.
+        // A sender must resolve the address first.
         let ask = |target: IpAddr| {
             let any: SocketAddr = if target.is_ipv6() { "[::]:0".parse()? } else { "0.0.0.0:0".parse()? };
             server.ns.run(|| Ok(UdpSocket::bind(any)?.send_to(b"?", (target, 9))?))
         };
         let forget = |target: IpAddr| server.ns.sh(&format!("ip neigh del {target} dev eth0 || true")).map(drop);
-        // A request that everybody receives, after one that only group members receive: nobody is a member.
+        // Sends a solicitation that only group members receive (there are none), and then a request that every host receives.
         let strangers = Family::BOTH.map(|family| egress(family, &[77])[0]);
         let capture = Capture::start(&lab.node(&owner).ns, "ext0")?;
         let heard = |target: IpAddr| {
@@ -266,7 +266,7 @@ fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
             Ok(heard(v6) > before[1])
         };
         wait_until("the switch uses memberships", PATIENCE, passes, |passes| !passes)?;
-        // An announcement would also inform the server, seconds later: what counts is that the request arrives.
+        // The request itself must arrive: an announcement, seconds later, would also inform the server.
         let arrives = |owner: &lab::NetNs| {
             let capture = Capture::start(owner, "ext0")?;
             wait_for("the owner receives the request", PATIENCE, || {
@@ -278,14 +278,14 @@ fn mld_neighbours_behind_a_snooping_switch_find_an_ipv6_egress_ip() {
             })
         };
         arrives(&lab.node(&owner).ns.clone())?;
-        // Its successor is a member as well.
+        // The next owner is a member as well.
         lab.agent(&owner).kill()?;
         let next = wait_owner(lab, address, |node| node != owner)?;
         arrives(&lab.node(&next).ns.clone())
     });
 }
 
-/// If a gateway announced what its tables do not have, packets would end there.
+/// If a gateway announced an egress IP that its tables do not have, packets would be lost there.
 #[test]
 fn a_gateway_that_cannot_write_its_tables_announces_nothing_new_and_says_why() {
     lab::require_root!();
@@ -311,7 +311,7 @@ fn a_gateway_that_cannot_write_its_tables_announces_nothing_new_and_says_why() {
     });
 }
 
-/// The solicited-node group of an IPv6 address.
+/// Returns the solicited-node group of an IPv6 address.
 fn group(address: IpAddr) -> IpAddr {
     let IpAddr::V6(address) = address else { return address };
     let [.., a, b, c] = address.octets();

@@ -13,7 +13,7 @@ use crate::support::{PATIENCE, start, wait_in_force, web};
 const PAGE: &str = "http://127.0.0.1:8475/";
 /// The texts of the graph, and the text about drops.
 const SHOWN: &str = "return [...document.querySelectorAll('svg text, #drops div, #sum')].map(one => one.textContent)";
-/// The result of a click on the first line that leads to an egress IP.
+/// Clicks on the first line that leads to an egress IP, and reads the text that explains it.
 const CLICK: &str = "document.querySelector('path.link:not(.plain)').dispatchEvent(new Event('click'))";
 const DETAIL: &str = "return document.getElementById('detail').textContent";
 
@@ -33,7 +33,7 @@ fn the_page_shows_what_flows_and_a_click_explains_it() {
         start(lab)?;
         let servers = ["server1", "server2", "server3"].map(|name| lab.server(name).clone());
         wait_in_force(&first, &servers[0], &[10, 11, 12])?;
-        // Its flows disappear with it.
+        // The pod's flows disappear with it.
         lab.remove_pod("default/first")?;
         let (mut serving, mut running) = (Vec::new(), Vec::new());
         for (port, server) in [443, 5432, 8883].into_iter().zip(&servers) {

@@ -1,4 +1,4 @@
-//! `PerEndpoint`: every pod has one egress IP, balanced, and changes move only what they must.
+//! `PerEndpoint`: every pod has one egress IP, pods are balanced over egress IPs, and changes move only pods that must move.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -8,8 +8,8 @@ use lab::{Cni, Family, Lab, PodSpec, wait_until};
 
 use crate::support::{PATIENCE, WEB, egress, gateways, policy, sources, start};
 
-/// The egress IP of each pod in one family, once every pod's connections all have a single one of `hosts` and `good` holds.
-/// (While the ports of a pod's own egress IP are not confirmed yet, its first flows use another one.)
+/// Waits until all connections of each pod have a single one of `hosts` and `good` holds. Returns each pod's egress IP
+/// in one family. (Until the ports of a pod's own egress IP are confirmed, its first flows use another one.)
 pub fn assignments(
     lab: &Lab,
     family: Family,
@@ -19,7 +19,7 @@ pub fn assignments(
     assignments_of("", lab, family, hosts, good)
 }
 
-/// [`assignments`] of the pods whose names begin with `prefix`.
+/// [`assignments`] for the pods whose names begin with `prefix`.
 pub fn assignments_of(
     prefix: &str,
     lab: &Lab,
@@ -42,7 +42,7 @@ pub fn assignments_of(
     wait_until("one egress IP for each pod, as it should be", PATIENCE, look, good)
 }
 
-/// How many pods each egress IP has.
+/// Returns the number of pods of each egress IP.
 pub fn loads(assignments: &BTreeMap<String, IpAddr>) -> Vec<usize> {
     lab::traffic::tally(assignments.values().copied()).into_values().collect()
 }
@@ -75,7 +75,7 @@ fn changes_move_only_the_pods_that_they_must() {
         start(lab)?;
         let before = assignments(lab, Family::V4, &[10, 11, 12], |all| loads(all) == [2, 2, 2])?;
 
-        // Another pod is added, between the others in their order: no pod moves.
+        // A pod is added whose name sorts between the others: no pod moves.
         lab.add_pod(PodSpec::new("web-25", "worker1").label("app", "web"))?;
         let with_another = assignments(lab, Family::V4, &[10, 11, 12], |all| all.len() == 7)?;
         assert!(before.iter().all(|(pod, ip)| with_another[pod] == *ip), "{before:?} {with_another:?}");

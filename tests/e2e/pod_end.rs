@@ -11,7 +11,7 @@ fn wait_known(lab: &Lab, pod: &Pod, count: usize) -> Result<()> {
     wait_until("the datapath knows the pod, or does not", PATIENCE, known, |known| *known == count).map(drop)
 }
 
-/// docs/failures.md: gone-pod. Its object is deleted, as by `kubectl delete --force`, and it keeps running.
+/// docs/failures.md: gone-pod. The pod's object is deleted, as by `kubectl delete --force`, but the pod keeps running.
 #[test]
 fn gone_pod_one_that_outlives_its_object_keeps_its_policy_until_its_interface_goes() {
     lab::require_root!();
@@ -19,7 +19,7 @@ fn gone_pod_one_that_outlives_its_object_keeps_its_policy_until_its_interface_go
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod(lab, &[10])?;
-            // When the agent has handled a later change, it has also handled the earlier one.
+            // Once the agent has handled a later change, it has also handled the earlier one.
             let stays = |lab: &mut Lab, name: &str, change: &dyn Fn(&mut Lab) -> Result<()>| {
                 let capture = Capture::start(&server.ns, "eth0")?;
                 change(lab)?;
@@ -34,12 +34,12 @@ fn gone_pod_one_that_outlives_its_object_keeps_its_policy_until_its_interface_go
                 anyhow::Ok(())
             };
             stays(lab, "next", &|lab| lab.manifests().remove_pod(&pod))?;
-            // It is the last one that the policy selects here, and a restarted agent has never seen its object.
+            // It is the last pod on this node that the policy selects, and a restarted agent has never seen its object.
             stays(lab, "later", &|lab| {
                 lab.agent("worker1").kill()?;
                 lab.start_agent("worker1", &calm())
             })?;
-            // Another pod may have its address as soon as its interface is gone.
+            // Once the interface is gone, another pod may have the address.
             lab.node("worker1").ns.ip(&[format!("link del {}", pod.host_interface)])?;
             wait_known(lab, &pod, 0)?;
             let heir = lab.add_pod(PodSpec::new("heir", "worker1").ips(pod.ips))?;

@@ -15,7 +15,7 @@ use crate::support::{
     wait_sources, web, web_pod,
 };
 
-/// A process that calls connect() in a loop, from before it has a network until a connection is open.
+/// Starts a thread that calls connect() in a loop, from before the pod has a network until a connection is open.
 fn eager(ns: &NetNs, target: SocketAddr) -> Result<JoinHandle<Result<()>>> {
     ns.spawn("eager", move || {
         let began = Instant::now();
@@ -28,16 +28,16 @@ fn eager(ns: &NetNs, target: SocketAddr) -> Result<JoinHandle<Result<()>>> {
     })
 }
 
-/// Waits until the agent knows that a selected pod is starting, and has everything in place. As in a cluster, where a pod is
-/// bound to its node long before it has a network.
+/// Waits until the agent knows that a selected pod is starting and holds packets from unknown sources. Likewise, in a
+/// cluster a pod is bound to its node long before it has a network.
 pub fn wait_held(lab: &Lab) -> Result<()> {
     let rules = || Ok(lab.egressctl("worker1", &["state"])?["rules"].to_string());
     wait_until("unknown sources are held", PATIENCE, rules, |rules| rules.contains("a selected pod is starting"))
         .map(drop)
 }
 
-/// Starts eight eager pods one after the other; `inherit` gives each the addresses of a pod that has just been removed and
-/// was under no policy.
+/// Starts eight eager pods sequentially. With `inherit`, each gets the addresses of a pod without a policy that has
+/// just been removed.
 fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
     Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {
         lab.manifests().write("web", &web(&[10, 11]))?;
@@ -91,7 +91,7 @@ fn a_pod_that_inherits_an_address_never_shows_the_nodes() {
     Cni::BOTH.into_iter().for_each(|cni| eager_pods_never_show_another_address(cni, true));
 }
 
-/// docs/failures.md: pod-start, if the agent does not run until the pod has sent.
+/// docs/failures.md: pod-start, where the agent does not run until the pod has sent packets.
 #[test]
 fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
     for (cni, options) in [(Cni::PointToPoint, calm()), (Cni::Bridge, bypass())] {
@@ -116,7 +116,7 @@ fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
                 held = counter(lab, "worker1", "drop_not_seen")?;
                 Ok(client)
             });
-            // Destinations inside the cluster can be reached, and other pods can reach everything.
+            // The pod reaches destinations inside the cluster, and other pods reach everything.
             let inside = TcpServer::start(&first.ns, &first.ips.both(8080), ServerMode::Echo)?;
             for family in Family::BOTH {
                 let options = TcpOptions::once();
@@ -146,14 +146,14 @@ fn a_pod_that_sends_before_its_interface_has_a_program_is_held() {
             let rules = || Ok(lab.egressctl("worker1", &["state"])?["rules"].to_string());
             let good = |rules: &String| !rules.contains("a selected pod is starting");
             wait_until("nothing is held any more", PATIENCE, rules, good)?;
-            // The rule is removed, and its count is kept.
+            // The rule is gone, but its count is kept.
             ensure!(counter(lab, "worker1", "drop_not_seen")? >= held, "the counter was reset");
             Ok(())
         });
     }
 }
 
-/// Waits until an event of a pod with this reason is reported, and until the policy `web` and the node report it.
+/// Waits for an event about the pod with this reason, and until the conditions of the policy `web` and of the node name the pod.
 fn wait_told(lab: &mut Lab, pod: &str, reason: &str) -> Result<()> {
     let about = format!("object=pod default/{pod} reason=\"{reason}\"");
     wait_until("the event", PATIENCE, || Ok(lab.controller("controller").log()), |log| log.contains(&about))?;
@@ -165,7 +165,7 @@ fn wait_told(lab: &mut Lab, pod: &str, reason: &str) -> Result<()> {
     wait_until("the condition of the node", PATIENCE, node, of_node).map(drop)
 }
 
-/// docs/failures.md: hold-forever. A pod that never gets a network, for example because its Secret is missing.
+/// docs/failures.md: hold-forever. A pod never gets a network, for example because its Secret is missing.
 #[test]
 fn hold_forever_a_pod_that_does_not_start_lets_unknown_sources_be_held_for_a_while_only() {
     lab::require_root!();
@@ -178,7 +178,7 @@ fn hold_forever_a_pod_that_does_not_start_lets_unknown_sources_be_held_for_a_whi
             start_with(lab, &StartOptions::new().config(&format!("{CALM}startLimit: 3s\n")))?;
             let server = lab.server("server1").clone();
             wait_in_force(&first, &server, &[10])?;
-            // An unknown source: that of a container without an object.
+            // A container without an object is an unknown source.
             lab.manifests().remove_pod(&nameless)?;
             let known = |lab: &Lab| Family::BOTH.iter().any(|&family| knows(lab, "worker1", nameless.ips.ip(family)));
             wait_until("the datapath has forgotten it", PATIENCE, || Ok(known(lab)), |known| !known)?;
@@ -189,7 +189,7 @@ fn hold_forever_a_pod_that_does_not_start_lets_unknown_sources_be_held_for_a_whi
                 wait_sources(&nameless.ns, &server, family, &[node.underlay.ip(family)])?;
             }
             wait_told(lab, "stuck", "PodNotStarted")?;
-            // It gets an interface after all.
+            // The stuck pod gets an interface after all.
             node.ns.ip(&[format!("link add late0 type veth peer name late1 netns {}", stuck.ns.name())])?;
             wait_held(lab)?;
             node.ns.ip(&["link del late0".to_owned()])?;
@@ -201,7 +201,7 @@ fn hold_forever_a_pod_that_does_not_start_lets_unknown_sources_be_held_for_a_whi
     }
 }
 
-/// docs/failures.md: unknown-interface. Its packets bypass every interface that the node has for pods.
+/// docs/failures.md: unknown-interface. The pod's packets bypass every interface that the node has for pods.
 #[test]
 fn unknown_interface_a_selected_pod_without_an_interface_is_reported() {
     Lab::builder().workers(1).gateways(1).run(|lab| {

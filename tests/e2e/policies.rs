@@ -1,4 +1,4 @@
-//! Which policy a packet belongs to, and what happens while policies change.
+//! Which policy applies to a packet, and what happens while policies change.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::support::{
     wait_sources, web, weighted,
 };
 
-/// A policy for some pods, some destinations and one egress IP.
+/// A policy for certain pods and destinations, with one egress IP.
 fn narrow(name: &str, selectors: &str, destinations: &str, host: u8) -> String {
     let spec = format!("\n  selectors: {selectors}\n  destinationCIDRs: {destinations}{}", gateways(&[host]));
     policy(name, &spec)
@@ -35,9 +35,9 @@ fn the_longest_prefix_wins_and_exclusions_count_in_their_own_policy() {
         start(lab)?;
         wait_in_force(&pod, lab.server("server1"), &[10])?;
         wait_in_force(&pod, lab.server("far1"), &[11])?;
-        // What the narrow policy excludes belongs to the wide one.
+        // A destination that the narrow policy excludes belongs to the wide one.
         wait_in_force(&pod, lab.server("far2"), &[10])?;
-        // Excluded there as well, it belongs to no policy and leaves as without policies.
+        // Once the wide policy excludes it, too, it belongs to no policy, and packets leave as without policies.
         let all = narrow("all", WEB_PODS, ALL, 10) + excluded.trim_start_matches('\n') + "\n";
         lab.manifests().write("policies", &format!("{all}---\n{far}"))?;
         for family in Family::BOTH {
@@ -60,7 +60,7 @@ fn of_equal_prefixes_the_older_policy_wins_and_then_the_name() {
         start(lab)?;
         let server = lab.server("server1");
         wait_in_force(&pod, server, &[11])?;
-        // A newer one changes nothing; an older one has precedence, whatever its name.
+        // A newer policy changes nothing; an older one takes precedence, whatever its name.
         lab.manifests().write("a", &dated("a", "2026-03-03T00:00:00Z", 10))?;
         lab.manifests().write("z", &dated("z", "2026-01-01T00:00:00Z", 13))?;
         wait_in_force(&pod, server, &[13])?;
@@ -115,7 +115,7 @@ fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
             wait_in_force(pod, lab.server("server1"), &[near])?;
             wait_in_force(pod, lab.server("far1"), &[far])?;
         }
-        // A successor replaces the pod: the same addresses, other labels.
+        // Another pod replaces it, with the same addresses and other labels.
         let ips = web.ips;
         lab.remove_pod("web")?;
         let heir = lab.add_pod(PodSpec::new("heir", "worker1").ips(ips))?;
@@ -162,7 +162,7 @@ fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_n
     Lab::builder().workers(1).alone().run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         lab.manifests().write("web", &web(&[10, 11, 12]))?;
-        // The egress IPs of the policies that come and go are in use here already: the test need not wait for them.
+        // The policies that come and go use egress IPs that are already in use here, so the test need not wait for them.
         let base = lab.add_pod(PodSpec::new("base", "worker1").label("app", "base"))?;
         let selectors = "\n  selectors: [{podSelector: {matchLabels: {app: base}}}]";
         let spec = format!("{selectors}\n  destinationCIDRs: {ALL}{}", gateways(&[13, 14, 15, 16]));
@@ -184,8 +184,8 @@ fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_n
         let _near_echo = TcpServer::start(&near.ns, &near.ips.both(81), ServerMode::Echo)?;
         let rates = [&near, &far].map(|server| Family::BOTH.map(|f| rate.start(&pod.ns, server.ips.at(f, 81))));
 
-        // Five policies change in each round: weights, how the destinations are written, exclusions elsewhere, and policies
-        // for the far server that are added and removed.
+        // Five policies change in each round: one changes its weights, the notation of its destinations, and an
+        // unrelated exclusion; four for the far server are added or removed.
         let mut updates = 0;
         for round in 1..=ROUNDS {
             let weights = [(10, round), (11, 1 + round % 7), (12, 1 + round % 5)];

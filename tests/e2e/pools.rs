@@ -1,4 +1,4 @@
-//! Addresses from pools over all policies, limits of nodes, and nodes' own addresses that change.
+//! Addresses of pools across policies, limits per node, and changes of nodes' own addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -17,13 +17,13 @@ fn of_app(app: &str, rest: &str) -> String {
     policy(app, &format!("{selectors}\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]{rest}"))
 }
 
-/// The status of a policy, as in the store.
+/// Returns the status of a policy from the store.
 fn status(lab: &Lab, name: &str) -> Value {
     let text = lab.manifests().written("status/EgressGatewayPolicy", name).unwrap_or_default();
     serde_saphyr::from_str::<Value>(&text).map(|record| record["status"].clone()).unwrap_or_default()
 }
 
-/// The nodes of a policy's slots by address.
+/// Returns the node of each address in a policy's slots.
 fn slots(status: &Value) -> BTreeMap<IpAddr, Option<String>> {
     let slot =
         |slot: &Value| Some((slot["egressIP"].as_str()?.parse().ok()?, slot["node"].as_str().map(str::to_owned)));
@@ -83,7 +83,7 @@ fn at_the_limit_of_the_configuration_an_address_waits_nothing_moves_and_it_is_se
     at_the_limit("", &StartOptions::new().config(&format!("{CALM}maxEgressIPsPerNode: 2\n")));
 }
 
-/// At most two addresses on each of two gateways: by a field of the pool, or by the configuration.
+/// Allows at most two addresses on each of two gateways, by a field of the pool or by the configuration.
 fn at_the_limit(field: &str, options: &StartOptions) {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let limited = format!("{}{field}\n", pool("public", 40, 45, Some("10s")).trim_end());
@@ -157,7 +157,7 @@ fn a_gateway_by_interface_follows_the_address_of_the_interface() {
     });
 }
 
-/// The only IPv4 address of the policy's slots.
+/// Returns the only IPv4 address in the policy's slots.
 fn owner_address(lab: &Lab) -> Result<IpAddr> {
     slots(&status(lab, "web")).into_keys().find(IpAddr::is_ipv4).context("an IPv4 address")
 }

@@ -1,4 +1,4 @@
-//! Source ports: none is used twice, they run out without a leak, and they come back.
+//! Source ports: none is used twice, no packet leaks when they run out, and they come back.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -17,7 +17,7 @@ use crate::support::{
 
 /// A port of the server on which nothing listens.
 pub const TARGET: u16 = 4242;
-/// How many packets are sent before the server must have seen them.
+/// The number of packets that are sent before the server must have seen them.
 const BATCH: usize = 1000;
 
 /// Makes the server ignore datagrams for [`TARGET`]: nothing comes back, so flows stay half open.
@@ -31,7 +31,7 @@ fn is_ours(packet: &lab::Packet, target: SocketAddr) -> bool {
     !packet.outgoing && packet.ports().is_some_and(|(_, to)| to == target)
 }
 
-/// Sends one packet from each of `ports` of a pod, no faster than they arrive. Fails if one does not.
+/// Sends one packet from each of `ports` of a pod, no faster than they arrive. Fails if one does not arrive.
 fn send_all(pod: &Pod, protocol: Protocol, ports: Range<u16>, target: SocketAddr, capture: &Capture) -> Result<()> {
     let family = if target.is_ipv4() { Family::V4 } else { Family::V6 };
     let ports: Vec<u16> = ports.collect();
@@ -44,16 +44,16 @@ fn send_all(pod: &Pod, protocol: Protocol, ports: Range<u16>, target: SocketAddr
     Ok(())
 }
 
-/// The translated sources of all packets to `target`, and how many packets there were.
+/// Returns the translated sources of all packets to `target`, and the number of packets.
 fn translated(trace: &Trace, target: SocketAddr) -> (BTreeSet<SocketAddr>, usize) {
     let mine = trace.filter(|packet| is_ours(packet, target));
     let sources = mine.packets().iter().filter_map(lab::Packet::ports).map(|(source, _)| source).collect();
     (sources, mine.packets().len())
 }
 
-/// Lets UDP flows expire after a tick instead of minutes, by writing into the pinned settings of a node whose agent is dead.
+/// Makes UDP flows expire after a tick instead of minutes, by writing to the pinned settings of a node whose agent is dead.
 pub fn expire_udp_at_once(lab: &Lab, node: &str) -> Result<()> {
-    /// Where `udp` is among the settings, in bytes.
+    /// The offset of `udp` in the settings, in bytes.
     const UDP: usize = 32;
     let mut bytes = settings(lab, node)?;
     ensure!(bytes.len() == 76, "the settings have another layout: {bytes:?}");
@@ -81,8 +81,8 @@ fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], S
     });
 }
 
-/// docs/failures.md: port-search. Two pods use the same ports of their own; four fifths of the first lease fill up to one
-/// destination without a single packet lost or a port used twice.
+/// docs/failures.md: port-search. Two pods use the same source ports. Together they use four fifths of the first lease
+/// towards one destination; no packet is lost and no port is used twice.
 #[test]
 fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
     with_two_pods(&calm(), |lab, pods, server| {
@@ -103,8 +103,8 @@ fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
     });
 }
 
-/// docs/failures.md: fail-open, port-leak. All ports of the egress IP are taken; a flow that finds none is dropped and counted,
-/// and does not leave otherwise. When the flows have expired, the ports can be used again.
+/// docs/failures.md: fail-open, port-leak. All ports of the egress IP are in use. A flow that finds none is dropped and
+/// counted, and does not leave with another address. Once flows have expired, their ports can be used again.
 #[test]
 fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
     lab::require_root!();
@@ -115,7 +115,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
         let capture = Capture::start(&server.ns, "eth0")?;
         let before = counter(lab, "worker1", "drop_no_port")?;
         for pod in &pods {
-            // More than there are ports, in total.
+            // In sum, more flows than there are ports.
             for first in (1024..60_000).step_by(BATCH) {
                 spray(&pod.ns, Protocol::Udp, pod.ips.v4.into(), first..first + BATCH as u16, target)?;
             }
@@ -147,8 +147,8 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
     });
 }
 
-/// docs/failures.md: port-leak. Refused connections release their ports at once: many times more connections than ports go
-/// to one destination, without waiting for any timeout.
+/// docs/failures.md: port-leak. Refused connections release their ports immediately: several times more connections
+/// than ports go to one destination, without waiting for any timeout.
 #[test]
 fn port_leak_closed_connections_give_their_ports_back() {
     with_two_pods(&calm(), |lab, pods, server| {
@@ -199,8 +199,8 @@ fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
     });
 }
 
-/// docs/failures.md: slow-count. An agent renews the deadline up to which its node answers, even if a count takes longer than the
-/// deadline.
+/// docs/failures.md: slow-count. An agent extends the deadline until which its node answers, even if a count takes
+/// longer than that.
 #[test]
 fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -218,7 +218,7 @@ fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
             Ok(Duration::from_nanos(lab::bpf::first_number(&maps.join("DEADLINE"))?).checked_sub(now))
         };
         wait_until("the agent is at work again", PATIENCE, left, Option::is_some)?;
-        // Long enough for a count.
+        // These calls take long enough for a count.
         for _ in 0..100 {
             lab.egressctl("gw1", &["stats"])?;
             ensure!(left()?.is_some(), "the deadline has passed: nobody answers for the egress IP");
@@ -227,8 +227,8 @@ fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
     });
 }
 
-/// docs/failures.md: port-share. One pod repeatedly opens flows to one server from all of its ports: another pod on its node still gets
-/// through to that server.
+/// docs/failures.md: port-share. One pod repeatedly opens flows to one server from all of its ports; another pod on its
+/// node still reaches that server.
 #[test]
 fn port_share_one_pod_does_not_take_all_ports_towards_a_server() {
     with_two_pods(&calm(), |lab, [flooder, other], server| {
@@ -250,7 +250,7 @@ fn port_share_one_pod_does_not_take_all_ports_towards_a_server() {
     });
 }
 
-/// How many blocks of each egress IP are leased to a node, according to its object.
+/// Returns the number of blocks of each egress IP that are leased to a node, according to its EgressNode.
 fn leased(lab: &Lab, node: &str) -> Result<BTreeMap<IpAddr, u64>> {
     let object: Value = serde_saphyr::from_str(&lab.manifests().written("EgressNode", node).unwrap_or_default())?;
     let of_address = |one: &Value| {
@@ -260,7 +260,7 @@ fn leased(lab: &Lab, node: &str) -> Result<BTreeMap<IpAddr, u64>> {
     Ok(object["spec"]["blocks"].as_array().into_iter().flatten().filter_map(of_address).collect())
 }
 
-/// A lab with this many source nodes, each with a web pod, and three egress IPs in force for all of them.
+/// Runs a test with this many source nodes, each with a web pod, and three egress IPs in force for all of them.
 fn with_source_nodes(count: u8, test: impl FnOnce(&mut Lab, &[Pod], Server) -> Result<()>) {
     Lab::builder().workers(count).gateways(2).alone().run(|lab| {
         lab.manifests().write("web", &web(&RAMP_IPS))?;
@@ -276,21 +276,21 @@ fn with_source_nodes(count: u8, test: impl FnOnce(&mut Lab, &[Pod], Server) -> R
 
 /// The egress IPs of the ramp.
 const RAMP_IPS: [u8; 3] = [10, 11, 12];
-/// Its connections per second.
+/// Connections per second of the ramp.
 const RAMP_RATE: u32 = 10_000;
-/// How long each connection stays open: as many ports are in use as there are connections in this time.
+/// The lifetime of each connection: as many ports are in use as connections are opened in this time.
 const RAMP_HOLD: Duration = Duration::from_secs(1);
-/// Connections in total.
+/// The total number of connections.
 const RAMP: u64 = 60_000;
-/// Both ends of the ramp have priority over the nodes on the same machine: in reality each has processors of its own.
+/// Gives both ends of the ramp priority over the nodes on the same machine: in reality, each has its own processors.
 const RAMP_NICE: i32 = -5;
 
-/// docs/failures.md: port-ramp. One of ten source nodes on three egress IPs ramps up from zero to 10,000 connections per second to
-/// one server: within a second it needs more ports than it has.
+/// docs/failures.md: port-ramp. One of ten source nodes that share three egress IPs ramps up from zero to 10,000
+/// connections per second to one server. Within a second it needs more ports than it has.
 #[test]
 fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
     const NODES: u8 = 10;
-    /// How many blocks of an egress IP each node may count on: its share of half of the blocks.
+    /// The number of blocks of an egress IP that each node can count on: its share of half of the blocks.
     const SHARE: u64 = 1008 / 2 / NODES as u64;
     with_source_nodes(NODES, |lab, pods, server| {
         let target = server.ips.at(Family::V4, TARGET);
@@ -320,7 +320,7 @@ fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
             hold: RAMP_HOLD,
             ..ConnectRate::default()
         };
-        // With so many, the kernel finds a free port at once.
+        // With this many source ports, the kernel finds a free one immediately.
         busy.ns.sh("sysctl -qw net.ipv4.ip_local_port_range='1024 65535'")?;
         let ramp = with_nice(RAMP_NICE, || ramp.start(&busy.ns, target))?;
         let grown = |held: &BTreeMap<IpAddr, u64>| ips.iter().all(|ip| held.get(ip).is_some_and(|n| *n > 2 * SHARE));

@@ -16,10 +16,10 @@ use crate::support::{
 use crate::transport::wait_transport;
 
 const HOSTS: [u8; 2] = [10, 11];
-/// What an underlay of 1,500 bytes leaves of a tunnel.
+/// The MTU of a tunnel over an underlay of 1,500 bytes.
 const ROOM: u32 = 1450;
 
-/// A lab with one pod under a policy with two egress IPs, in force.
+/// Runs a test with one pod under a policy with two egress IPs, in force.
 fn with_pod(builder: lab::Builder, test: impl FnOnce(&mut Lab, lab::Pod) -> Result<()>) {
     with_pod_and(builder, &calm(), test);
 }
@@ -33,7 +33,7 @@ fn with_pod_and(builder: lab::Builder, options: &StartOptions, test: impl FnOnce
     });
 }
 
-/// TCP, UDP and echo to two servers, with every checksum verified where the packets arrive.
+/// Checks TCP, UDP and echo with two servers, and every checksum where the packets arrive.
 fn tcp_udp_and_echo(cni: Cni, offload: bool) {
     with_pod(Lab::builder().cni(cni), |lab, pod| {
         for name in ["server1", "far1"] {
@@ -99,7 +99,7 @@ fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
         let (near, far) = (lab.server("server1"), lab.server("far1"));
         let at_pod = Capture::start(&pod.ns, "eth0")?;
         for family in Family::BOTH {
-            // Port unreachable from the server; the kernel gives it to the socket only if the ports inside are right.
+            // Port unreachable from the server: the kernel delivers it to the socket only if the quoted ports are right.
             let flows = UdpClients::start(&pod.ns, near.ips.at(family, 9), 5, UdpOptions::default())?;
             flows.wait("refusals", PATIENCE, |all| {
                 all.iter().any(|one| one.errors.keys().any(|error| error.contains("refused")))
@@ -121,7 +121,7 @@ fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
             let report = ping(&pod.ns, far.ips.ip(family), &large)?;
             assert_eq!((report.mtu, &report.errors[0].0), (Some(1300), &router), "{report:?}");
         }
-        // TCP discovers the MTU by the same errors.
+        // TCP discovers the MTU from the same errors.
         let _bulk = BulkServer::start(&far.ns, &far.ips.both(5001))?;
         for family in Family::BOTH {
             let report = bulk(&pod.ns, far.ips.at(family, 5001), Direction::Upload, 300_000)?;
@@ -129,7 +129,7 @@ fn icmp_error_of_any_kind_reaches_the_pod_that_it_is_about() {
         }
         let trace = at_pod.finish()?;
         assert_eq!(trace.wrong_checksums().packets(), []);
-        // The errors quote what the pod has sent.
+        // The errors quote the packets as the pod sent them.
         let inner = |packet: &lab::Packet| match packet.ip().map(|ip| &ip.transport) {
             Some(TransportLayer::IcmpError { inner, .. }) if !packet.outgoing => Some(*inner),
             _ => None,
@@ -150,13 +150,13 @@ fn fragments_of_datagrams_arrive_with_the_egress_ip_and_so_do_their_answers() {
     fragments_both_ways(&calm());
 }
 
-/// docs/failures.md: fragments, if no stack puts them into order.
+/// docs/failures.md: fragments, where no stack reorders them.
 #[test]
 fn fragments_arrive_both_ways_without_the_firewall() {
     fragments_both_ways(&bypass());
 }
 
-/// docs/failures.md: fragments, if the firewall is bypassed and lets nothing pass.
+/// docs/failures.md: fragments, with a bypassed firewall that lets nothing pass.
 #[test]
 fn fragments_that_fit_the_transport_do_not_meet_a_bypassed_firewall() {
     const MTU: u32 = 1400;
@@ -213,7 +213,7 @@ fn fragments_both_ways(options: &StartOptions) {
     });
 }
 
-/// docs/failures.md: mtu (the half without TCP: packets that must not be fragmented are answered).
+/// docs/failures.md: mtu, without TCP: packets that must not be fragmented are answered with an error.
 #[test]
 fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size() {
     for cni in Cni::BOTH {
@@ -229,7 +229,7 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
                 assert_eq!(report.replies.len(), 1, "{report:?}");
                 let report = ping(&pod.ns, target, &whole(ROOM + 1))?;
                 assert_eq!((report.mtu, report.replies.len()), (Some(ROOM), 0), "{report:?}");
-                // The pod has learnt it, and large datagrams arrive in fragments that fit.
+                // The pod has learnt the MTU, so large datagrams arrive in fragments that fit.
                 let udp = UdpServer::start(&server.ns, &[server.ips.at(family, 54)])?;
                 let options = UdpOptions { size: 1470, ..UdpOptions::default() };
                 let flows = UdpClients::start(&pod.ns, server.ips.at(family, 54), 3, options)?;
@@ -247,7 +247,7 @@ fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size()
     }
 }
 
-/// docs/failures.md: mtu. The first packet of a flow is not limited by a tunnel that it does not take.
+/// docs/failures.md: mtu. A tunnel that a flow does not take does not limit its first packet.
 #[test]
 fn mtu_a_packet_that_fits_a_transport_without_a_tunnel_is_not_answered() {
     with_pod_and(Lab::builder(), &fixed("direct"), |lab, pod| {
@@ -283,7 +283,7 @@ fn mtu_too_large_packets_of_established_flows_are_answered_as_well() {
     }
 }
 
-/// docs/failures.md: mtu (the TCP half: clamping), gso: the card cuts large segments, or the kernel does it instead.
+/// docs/failures.md: mtu with TCP (clamping), gso: the card divides large segments, or the kernel does it instead.
 #[test]
 fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
     for (transport, offload) in [("device", true), ("device", false), ("vxlan", true), ("vxlan", false)] {
@@ -291,13 +291,13 @@ fn bulk_transfers_fit_into_the_tunnel_on_an_underlay_of_1500_bytes() {
     }
 }
 
-/// Without a tunnel nothing is lowered.
+/// Without a tunnel, the segment size is not lowered.
 #[test]
 fn bulk_transfers_without_a_tunnel_use_the_whole_underlay() {
     bulk_transfers("direct", true, [1460, 1440]);
 }
 
-/// `offload`: the underlay accepts merged segments unchanged.
+/// Transfers data both ways and checks the segment size. With `offload`, the underlay accepts merged segments unchanged.
 fn bulk_transfers(transport: &str, offload: bool, most: [u32; 2]) {
     let options = fixed(transport);
     with_pod_and(Lab::builder(), &options, |lab, pod| {

@@ -46,7 +46,7 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
             }
             lab.start_agent(node, &calm())?;
             wait_agent(lab, node)?;
-            // It is at work: it follows a change. Nobody else writes its tables.
+            // The agent works if its tables follow a change: nothing else writes them.
             hosts.push(new);
             lab.manifests().write("web", &web(&hosts))?;
             for ip in Family::BOTH.map(|family| egress(family, &[new])[0]) {
@@ -86,7 +86,7 @@ fn killing_and_restarting_agents_under_load_loses_nothing() {
     });
 }
 
-/// The whole state of a node's network in which an agent could have left something.
+/// Returns all state of a node's network in which an agent could leave something behind.
 fn footprint(lab: &Lab, node: &str) -> Result<BTreeSet<String>> {
     let mut lines = BTreeSet::new();
     let ns = &lab.node(node).ns;
@@ -105,7 +105,7 @@ fn footprint(lab: &Lab, node: &str) -> Result<BTreeSet<String>> {
     Ok(lines)
 }
 
-/// Everything that is pinned for a node.
+/// Returns all paths that are pinned for a node.
 fn pins(lab: &Lab, node: &str) -> Vec<String> {
     fn list(folder: &std::path::Path, found: &mut Vec<String>) {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -142,14 +142,14 @@ fn cleanup_leaves_nothing_behind() {
             assert_eq!(pins(lab, node), Vec::<String>::new());
             let after = footprint(lab, node)?;
             assert_eq!(before.symmetric_difference(&after).collect::<Vec<_>>(), Vec::<&String>::new(), "{node}");
-            // The second time there is nothing to do, which is no error.
+            // A second cleanup has nothing to do, and succeeds.
             lab.daemon_text(node, &["cleanup"])?;
         }
-        // As if there had never been an agent.
+        // Packets leave as if there had never been an agent.
         for family in Family::BOTH {
             wait_sources(&pod.ns, &server, family, &[lab.node("worker1").underlay.ip(family)])?;
         }
-        // And it can be installed again.
+        // Agents can be installed again.
         for node in ["worker1", "gw1"] {
             lab.start_agent(node, &calm())?;
         }
@@ -163,7 +163,7 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
         lab.start_agent("worker1", &calm())?;
         wait_agent(lab, "worker1")?;
         lab.agent("worker1").terminate()?;
-        // What it has left stands for the maps of another version.
+        // The maps that the agent left stand for those of another version.
         let other = lab.bpffs("worker1").join("v999");
         fs::rename(lab.pins("worker1"), &other)?;
         lab.start_agent("worker1", &calm())?;
@@ -184,7 +184,7 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
     });
 }
 
-/// A restarted agent keeps the kernel's state: flows, and that the outside opened some of them.
+/// A restarted agent keeps the kernel's state: flows, and the records of those that the outside opened.
 #[test]
 fn a_restarted_agent_takes_over_what_is_pinned() {
     Lab::builder().workers(1).gateways(1).run(|lab| {

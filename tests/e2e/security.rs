@@ -1,4 +1,4 @@
-//! What strangers send: tunnelled packets from hosts that are no nodes, and from nodes without a lease of the port.
+//! Packets from strangers: tunnelled packets from hosts that are not nodes, and from nodes without a lease of the port.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use crate::support::{
     web_pod_with,
 };
 
-/// A source port of the egress IP that worker1 has used: it is in a block that is leased to that node.
+/// Returns a source port of the egress IP that worker1 has used, so its block is leased to that node.
 pub fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
     let (pod, server) = (lab.pod("web"), lab.server("server1"));
     let capture = Capture::start(&server.ns, "eth0")?;
@@ -32,7 +32,7 @@ pub fn leased_port(lab: &Lab, family: Family) -> Result<u16> {
 #[test]
 fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
     Lab::builder().workers(2).gateways(2).run(|lab| {
-        // The other gateway is no carrier.
+        // The other gateway is not a carrier.
         lab.manifests().write("pool", &format!("{}  carriers: 1\n", pool("one", 10, 10, None)))?;
         let pooled = policy("web", &format!("{WEB}\n  egressIPPools: [{{name: one}}]"));
         let (pod, server) = policy_pod(lab, &pooled, &[10], &calm())?;
@@ -43,8 +43,8 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
             let port = leased_port(lab, family)?;
             let target = server.ips.at(family, 4242);
             let arrived = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == target);
-            // A socket on a node does not get past the exit, so a host that forges the node's address on the underlay stands
-            // for it.
+            // A packet from a socket on a node does not pass the exit, so a host that forges the node's address on the
+            // underlay sends it.
             let send = |from: IpAddr, to: &str, source: IpAddr, port: u16| {
                 let device = lab.node(to).underlay.at(Family::V4, TUNNEL_PORT);
                 send_vxlan_from(
@@ -57,11 +57,11 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
                     target,
                 )
             };
-            // (who sends, to which gateway, as which source, what counts it)
+            // In `forged`: the sender, the gateway, the inner source address and port, and the counter of the drop.
             let of = |node: &str| lab.node(node).underlay.ip(Family::V4);
             let (worker1, worker2, router) = (of("worker1"), of("worker2"), address::underlay(1).ip(Family::V4));
             let other = egress(family, &[99])[0];
-            // One that was the owner a moment ago still forwards.
+            // A gateway that owned the egress IP a moment ago still forwards.
             wait_for("the idle gateway does not forward", PATIENCE, || {
                 let before = counter(lab, idle, "drop_not_owner")?;
                 send(worker1, idle, ip, port)?;
@@ -81,7 +81,7 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
                 send(from, to, source, port)?;
                 wait_counter(lab, to, name, before)?;
             }
-            // The control: the same packet from the node that holds the block leaves. It is the only one.
+            // Control: the same packet from the node that holds the block leaves, and it is the only one.
             send(worker1, &gateway, ip, port)?;
             capture.wait_for("the rightful packet", PATIENCE, arrived)?;
             let trace = capture.finish()?;
@@ -98,7 +98,7 @@ fn a_source_node_delivers_only_what_a_node_sent() {
         let (pod, server) = web_pod(lab, &[10])?;
         let udp = lab::traffic::UdpServer::start(&server.ns, &server.ips.both(53))?;
         for family in Family::BOTH {
-            // A flow, so that there is something to deliver to.
+            // The flow gives the forged replies something to reach.
             let flows = lab::traffic::UdpClients::start(
                 &pod.ns,
                 server.ips.at(family, 53),
@@ -118,7 +118,7 @@ fn a_source_node_delivers_only_what_a_node_sent() {
             wait_counter(lab, "worker1", "drop_stranger", before)?;
             let arrived =
                 |packet: &lab::Packet| !packet.outgoing && packet.ports().is_some_and(|(from, _)| from == answer);
-            // The control: a sender with the gateway's address may. Its reply is the only one.
+            // Control: a reply from the gateway's address is delivered, and it is the only one.
             let gateway = lab.node("gw1").underlay.at(Family::V4, 50_000);
             send_vxlan_from(lab.router(), gateway, device, REPLY, Protocol::Udp, answer, translated)?;
             capture.wait_for("the gateway's reply", PATIENCE, arrived)?;
@@ -128,8 +128,7 @@ fn a_source_node_delivers_only_what_a_node_sent() {
     });
 }
 
-/// The policy also covers what a pod sends with another's address: no source but egress IPs leaves, and nothing is
-/// delivered to the wrong pod.
+/// The policy covers packets whatever their source port, even those below 1024: only the egress IP leaves as a source.
 #[test]
 fn every_packet_counts_for_the_policy_whatever_its_ports() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -155,7 +154,7 @@ fn every_packet_counts_for_the_policy_whatever_its_ports() {
     });
 }
 
-/// A Node object without a machine of ours behind it, with what its agent would report.
+/// Writes a Node object without a machine in the lab, and the status that its agent would report.
 fn write_node(lab: &Lab, name: &str, ready: &str, addresses: &[IpAddr], status: Value) -> Result<()> {
     let addresses: Vec<Value> =
         addresses.iter().map(|a| json!({"type": "InternalIP", "address": a.to_string()})).collect();
@@ -163,7 +162,7 @@ fn write_node(lab: &Lab, name: &str, ready: &str, addresses: &[IpAddr], status: 
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": name},
         "status": {"addresses": addresses, "conditions": [{"type": "Ready", "status": ready}]},
     });
-    // JSON is YAML.
+    // JSON is valid YAML.
     lab.manifests().write(&format!("node-{name}"), &node.to_string())?;
     let object = || Ok(lab.manifests().written("EgressNode", name));
     let object = wait_until("the node's EgressNode", PATIENCE, object, Option::is_some)?.unwrap_or_default();
@@ -175,7 +174,7 @@ fn write_node(lab: &Lab, name: &str, ready: &str, addresses: &[IpAddr], status: 
     lab.manifests().forge("EgressNode", name, &format!("{}\nstatus: {status}\n", lines.join("\n")))
 }
 
-/// Waits until every agent reports a problem in an object.
+/// Waits until every agent reports a problem with an object.
 fn wait_agents_tell(lab: &Lab, object: &str) -> Result<()> {
     for node in lab.nodes() {
         wait_for(&format!("{} tells of {object}", node.name), PATIENCE, || {
@@ -185,8 +184,8 @@ fn wait_agents_tell(lab: &Lab, object: &str) -> Result<()> {
     Ok(())
 }
 
-/// docs/failures.md: claims. A compromised node's agent claims what others have: tunnel address and MAC address of a source node, a server
-/// outside, and an egress IP.
+/// docs/failures.md: claims. A compromised node's agent claims what belongs to others: the tunnel address and MAC
+/// address of a source node, the address of an outside server, and an egress IP.
 #[test]
 fn claims_of_a_compromised_node_take_nothing_from_others() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -225,7 +224,7 @@ fn claims_of_a_compromised_node_take_nothing_from_others() {
     });
 }
 
-/// docs/failures.md: stale-node. Leftovers of deleted nodes have the address of a live one.
+/// docs/failures.md: stale-node. Leftover objects of deleted nodes have the addresses of a living one.
 #[test]
 fn stale_node_objects_with_the_address_of_a_new_node_take_nothing_from_it() {
     Lab::builder().workers(1).gateways(1).run(|lab| {

@@ -1,4 +1,4 @@
-//! Services: the host translates their addresses after our program at the pod's interface, and the result may be under a policy.
+//! Services: the host translates their addresses after our program at the pod's interface, and a policy may cover the result.
 
 use std::net::IpAddr;
 
@@ -10,12 +10,12 @@ use crate::support::{
     CALM, PATIENCE, WEB, at, counter, gateways_where, policy, wait_in_force, wait_refused, wait_sources, web_pod_with,
 };
 
-/// The network of services, which the configuration excepts.
+/// The network of Services, which the configuration excepts.
 const SERVICES: &str = "exceptCIDRs: [10.96.0.0/16, \"fd00:10:96::/112\"]";
 const TCP_PORT: u16 = 8080;
 const UDP_PORT: u16 = 8053;
 
-/// The address of the service with this number.
+/// Returns the address of the Service with this number.
 fn service(family: Family, number: u8) -> IpAddr {
     match family {
         Family::V4 => [10, 96, 0, number].into(),
@@ -27,7 +27,7 @@ fn settings(firewall: &str) -> StartOptions {
     StartOptions::new().config(&format!("{CALM}firewall: {firewall}\n{SERVICES}\n"))
 }
 
-/// What kube-proxy does for the service with this number, whose one endpoint has this address.
+/// Does what kube-proxy does for the Service with this number, whose only endpoint has these addresses.
 fn translate(node: &NetNs, number: u8, [v4, v6]: [IpAddr; 2]) -> Result<()> {
     let [service4, service6] = Family::BOTH.map(|family| service(family, number));
     node.nft(&format!(
@@ -41,7 +41,7 @@ fn translate(node: &NetNs, number: u8, [v4, v6]: [IpAddr; 2]) -> Result<()> {
     ))
 }
 
-/// Sends TCP and UDP to a service, and hands both to `judge`.
+/// Sends TCP and UDP to a Service, and passes both clients to `judge`.
 fn use_service(
     from: &Pod,
     family: Family,
@@ -59,7 +59,7 @@ fn answered(tcp: &TcpClients, udp: &UdpClients) -> Result<()> {
     udp.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 2)).map(drop)
 }
 
-/// Checks that nothing from the selected pod reaches the server behind service 10: it is dropped, and counted.
+/// Checks that no packet from the selected pod reaches the server behind Service 10, and that the drops are counted.
 fn no_way_to_the_outside(lab: &Lab, pod: &Pod, server: &Server) -> Result<()> {
     let capture = Capture::start(&server.ns, "eth0")?;
     let leaked = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| [TCP_PORT, UDP_PORT].contains(&to.port()));
@@ -111,8 +111,8 @@ fn service_bypass_no_packet_for_an_endpoint_outside_leaves_past_the_policy() {
     }
 }
 
-/// docs/failures.md: service-bypass. A policy that lets its pods leave with the node's address also lets them do so through
-/// a service.
+/// docs/failures.md: service-bypass. A policy that lets its pods leave with the node's address also lets them do so
+/// through a Service.
 #[test]
 fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
@@ -133,8 +133,8 @@ fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
     });
 }
 
-/// docs/failures.md: service-bypass. The API server of a managed cluster is also behind a Service, and is no node. It sees the node's
-/// address or, where the network routes pods' addresses, the pod's.
+/// docs/failures.md: service-bypass. The API server of a managed cluster is also behind a Service, and is not a node.
+/// It sees the node's address, or the pod's where the network routes pod addresses.
 #[test]
 fn service_bypass_is_none_of_connections_to_the_api_server() {
     for masquerade in [true, false] {
@@ -154,7 +154,7 @@ fn service_bypass_is_none_of_connections_to_the_api_server() {
             for reason in ["drop_service", "drop_unguarded"] {
                 assert_eq!(counter(lab, "worker1", reason)?, 0, "{reason}");
             }
-            // The same number's IPv6 address is another Service.
+            // The IPv6 address with the same number belongs to another Service.
             let _other = connect(Family::V6)?;
             wait_until("drops", PATIENCE, || counter(lab, "worker1", "drop_service"), |count| *count > 2)?;
             Ok(())
@@ -162,8 +162,8 @@ fn service_bypass_is_none_of_connections_to_the_api_server() {
     }
 }
 
-/// docs/failures.md: service-bypass, reply-inbound: what the outside opens at the node's own address is masqueraded for the pod, whose
-/// answers go to the node and leave for the outside with another destination.
+/// docs/failures.md: service-bypass, reply-inbound. The node masquerades connections that the outside opens at the
+/// node's own address. The pod's answers go to the node and leave for the outside with another destination.
 #[test]
 fn service_bypass_is_none_of_the_answers_of_a_node_port() {
     for cni in Cni::BOTH {

@@ -11,7 +11,7 @@ use crate::support::{
     wait_refused, web, web_pod,
 };
 
-/// The best-known promise: one of four gateways is removed, without effect on other flows.
+/// The best-known promise: removing one of four gateways has no effect on the other flows.
 #[test]
 fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
     Lab::builder().workers(1).gateways(4).run(|lab| {
@@ -52,7 +52,7 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
             }
         }
         assert!(stayed > 200, "{stayed} of 400");
-        // Connections of the removed egress IP are cut, never moved; the others are not affected.
+        // Connections of the removed egress IP are cut, never moved; the others are unaffected.
         let peers = tcp.source_of_flow();
         for all in clients {
             all.reset_pauses();
@@ -69,7 +69,7 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
             let all = egress(family, &[10, 11, 12, 13]);
             assert!(trace.strangers_towards(server.ips.ip(family), &all).is_empty());
         }
-        // And back: adding one moves no flow either.
+        // Adding the egress IP again moves no flow either.
         let before = udp.flows();
         lab.manifests().write("web", &web(&[10, 11, 12, 13]))?;
         wait_in_force(&pod, &server, &[10, 11, 12, 13])?;
@@ -98,7 +98,7 @@ fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leav
         wait_in_force(&pod, &server, &[12])?;
         lab.relabel_node("gw3", &[])?;
         wait_refused(&pod, &server)?;
-        // Another node takes its place.
+        // gw3 takes gw2's place.
         lab.relabel_node("gw3", &[("place", "p1")])?;
         wait_in_force(&pod, &server, &[11])?;
         let trace = capture.finish()?;

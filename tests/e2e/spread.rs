@@ -42,7 +42,7 @@ fn three_thousand_flows_spread_evenly_over_three_gateways() {
 
             let trace = capture.finish()?;
             assert!(trace.strangers_towards(target.ip(), &egress(family, &[10, 11, 12])).is_empty());
-            // Each egress IP comes from one gateway, each gateway has one.
+            // Each egress IP comes from one gateway, and each gateway has one egress IP.
             let mut macs: BTreeMap<IpAddr, BTreeSet<[u8; 6]>> = BTreeMap::new();
             for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
                 // Remaining packets of the other family's connections may still arrive.
@@ -124,7 +124,7 @@ fn ecmp_split_flows_keep_their_egress_ip_while_the_weights_change() {
     });
 }
 
-/// The gateway, by its MAC address, that each flow towards a port of a server came from.
+/// Returns the MAC addresses of the gateways that each flow to `target` came from.
 fn ways(trace: &Trace, target: SocketAddr) -> BTreeMap<SocketAddr, BTreeSet<[u8; 6]>> {
     let mut ways: BTreeMap<SocketAddr, BTreeSet<[u8; 6]>> = BTreeMap::new();
     for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
@@ -135,8 +135,8 @@ fn ways(trace: &Trace, target: SocketAddr) -> BTreeMap<SocketAddr, BTreeSet<[u8;
     ways
 }
 
-/// Waits until connections of `pod` to a port of `server1` leave through all gateways: not all carriers may be known at
-/// first.
+/// Waits until connections of `pod` to a port of `server1` leave through all gateways. At first, not all carriers may
+/// be known.
 pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
     let server = lab.server("server1");
     let all: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();
@@ -149,7 +149,7 @@ pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
     wait_until("all gateways are used", PATIENCE, used, |used| *used == all).map(drop)
 }
 
-/// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it if one of them fails.
+/// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it if one fails.
 #[test]
 fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_flows() {
     Lab::builder().workers(1).gateways(4).alone().run(|lab| {

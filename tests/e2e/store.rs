@@ -1,4 +1,4 @@
-//! The directory of objects: mistakes in it, and controllers that take turns.
+//! The directory of objects: mistakes in it, and controllers that alternate.
 
 use std::net::IpAddr;
 
@@ -11,7 +11,7 @@ use crate::support::{
     web_pod_with,
 };
 
-/// What Spillway wrote about a policy.
+/// Returns what Spillway wrote about a policy.
 fn status(lab: &Lab, name: &str) -> String {
     let kinds = ["status/EgressGatewayPolicy", "EgressGatewayPolicy"];
     kinds.iter().find_map(|kind| lab.manifests().written(kind, name)).unwrap_or_default()
@@ -55,7 +55,7 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         wait_problem(lab, &["web.yaml", "EgressGatewayPolicy", "web", "write a number from 1 to 100"])?;
         wait_in_force(&pod, &server, &[10])?;
 
-        // An agent and a controller that start now also have the last good state.
+        // An agent or a controller that starts now also has the last good state.
         for name in ["worker1", "gw1"] {
             lab.agent(name).kill()?;
             lab.start_agent(name, &calm())?;
@@ -96,7 +96,7 @@ fn a_policy_that_cannot_be_carried_out_says_why_and_disturbs_nobody() {
     });
 }
 
-/// The lines of an EgressIP's status that name its owner and count its changes of owner.
+/// Returns the lines of an EgressIP's status with its owner and its epoch, which counts changes of owner.
 fn term(lab: &Lab, address: IpAddr) -> Result<Vec<String>> {
     let text = lab.manifests().written("EgressIP", &object_name(address)).context("no object")?;
     let (_, status) = text.split_once("\nstatus:").context("no status")?;
@@ -117,7 +117,7 @@ fn a_second_controller_stands_by_and_takes_over() {
             |lab: &Lab| egress(Family::V4, &[10, 11]).into_iter().map(|ip| term(lab, ip)).collect::<Result<Vec<_>>>();
         let before = terms(lab)?;
 
-        // Frozen, not dead: when it wakes up, another one has its lease.
+        // Frozen, not dead: when it wakes up, another controller holds the lease.
         lab.controller("controller").freeze()?;
         lab.manifests().write("web", &web(&[10, 11, 12]))?;
         wait_in_force(&pod, &server, &[10, 11, 12])?;

@@ -1,4 +1,4 @@
-//! Pools whose addresses are in subnets and VLANs of their own.
+//! Pools with addresses in their own subnets and VLANs.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -9,12 +9,12 @@ use lab::{Family, Lab, PodSpec, Server, Vlans, topology::Dual};
 
 use crate::support::{PATIENCE, answers_in_fragments, at, counter, policy, pool, start, wait_in_force, wait_sources};
 
-/// The gateway of the subnet with this number, and with it the server in it.
+/// The gateway of the subnet with this number, which is also the server's address in that subnet.
 pub fn gateway(number: u8) -> Dual {
     Dual { v4: Ipv4Addr::new(172, 16, number, 1), v6: Ipv6Addr::new(0xfd16, 0, 0, number.into(), 0, 0, 0, 1) }
 }
 
-/// A pool of two addresses of this family in that subnet.
+/// A pool of two addresses of this family in the subnet with this number.
 pub fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> String {
     let (start, end, length) = match family {
         Family::V4 => (format!("172.16.{number}.10"), format!("172.16.{number}.11"), 24),
@@ -33,7 +33,7 @@ pub fn of_app(app: &str, pools: &str) -> String {
     policy(app, &format!("{selectors}\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  egressIPPools: {pools}"))
 }
 
-/// The addresses of a pool of one subnet.
+/// Returns the addresses of a pool in one subnet.
 pub fn addresses(family: Family, number: u8) -> [IpAddr; 2] {
     [0x10, 0x11].map(|host: u16| match family {
         Family::V4 => IpAddr::from([172, 16, number, if host == 0x10 { 10 } else { 11 }]),
@@ -41,7 +41,7 @@ pub fn addresses(family: Family, number: u8) -> [IpAddr; 2] {
     })
 }
 
-/// How many packets the drivers of both gateways have forwarded, and how many the gateways have in both directions.
+/// Returns the number of packets that the drivers of both gateways forwarded, and of all packets that the gateways forwarded.
 fn sent_by_gateways(lab: &Lab) -> Result<[u64; 2]> {
     let sum = |names: &[&str]| {
         let each = ["gw1", "gw2"].into_iter().flat_map(|gateway| names.iter().map(move |name| (gateway, name)));
@@ -50,7 +50,7 @@ fn sent_by_gateways(lab: &Lab) -> Result<[u64; 2]> {
     Ok([sum(&["xdp_sent"])?, sum(&["gateway_forwarded", "gateway_replied"])?])
 }
 
-/// Twenty VLANs at once, each with its own subnet, gateway and policy.
+/// Twenty concurrent VLANs, each with its own subnet, gateway and policy.
 #[test]
 fn twenty_subnets_in_vlans_of_their_own() {
     const COUNT: u8 = 20;
@@ -85,7 +85,7 @@ fn twenty_subnets_in_vlans_of_their_own() {
             }
         }
         let before = sent_by_gateways(lab)?;
-        // All of them at the same time.
+        // All VLANs carry connections concurrently.
         let targets = |number: u8| Family::BOTH.map(|family| at(gateway(number).ip(family), 80));
         let listening: Vec<SocketAddr> = (1..=COUNT).flat_map(targets).collect();
         let _streams = TcpServer::start(&server.ns, &listening, ServerMode::Stream)?;
@@ -111,7 +111,7 @@ fn twenty_subnets_in_vlans_of_their_own() {
         if std::env::var_os("SPILLWAY_TEST_XDP").is_some() {
             let now = sent_by_gateways(lab)?;
             let [by_drivers, all] = [now[0] - before[0], now[1] - before[1]];
-            // Only fragments are left to TC; one direction alone would be about half.
+            // Only fragments are left to TC. If drivers served only one direction, their share would be about half.
             assert!(all > 1000 && by_drivers > all * 9 / 10, "{by_drivers} of {all}: {:?}", lab.counters("gw1")?);
         }
         Ok(())
@@ -130,7 +130,7 @@ fn a_subnet_without_a_vlan_has_a_gateway_of_its_own() {
         lab.manifests().write("v4", &in_subnet("v4", Family::V4, 1, None))?;
         lab.manifests().write("v6", &in_subnet("v6", Family::V6, 1, None))?;
         lab.manifests().write("web", &of_app("web", "[{name: v4, count: 2}, {name: v6, count: 2}]"))?;
-        // A pool of the node's own subnet keeps working next to it.
+        // A pool in the node's own subnet keeps working next to it.
         lab.manifests().write("public", &pool("public", 40, 41, Some("10s")))?;
         lab.manifests().write("api", &of_app("api", "[{name: public, count: 2}]"))?;
         let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;

@@ -1,4 +1,4 @@
-//! What the end-to-end tests share: policies as text, a running Spillway, and queries to a server.
+//! Shared by the end-to-end tests: policies as text, a running Spillway, and queries to a server.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -12,21 +12,21 @@ use lab::{
 };
 use serde_json::Value;
 
-/// How long to wait for a condition that a loaded machine reaches in a second.
+/// The time limit for a condition that a loaded machine reaches in a second.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// Several times the interval at which streams send.
 pub const QUIET: Duration = Duration::from_millis(300);
-/// How long a connection of [`sources`] may take.
+/// The time limit for a connection of [`sources`].
 const CONNECT: Duration = Duration::from_millis(900);
 /// The port at which [`sources`] listens.
 pub const LOOK_PORT: u16 = 9007;
 
-/// The part of a policy that most tests have in common: pods with the label `app: web`, all destinations.
+/// The part of a policy that most tests share: pods with the label `app: web`, all destinations.
 pub const WEB: &str = "
   selectors: [{podSelector: {matchLabels: {app: web}}}]
   destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
 
-/// A policy; `spec` is indented by two spaces.
+/// Returns a policy; `spec` must be indented by two spaces.
 pub fn policy(name: &str, spec: &str) -> String {
     format!("apiVersion: spillway.io/v1beta1\nkind: EgressGatewayPolicy\nmetadata: {{name: {name}}}\nspec:{spec}\n")
 }
@@ -98,12 +98,12 @@ pub fn object_name(address: IpAddr) -> String {
 /// Settings for tests that are not about failures: a machine under load must not look like a dead gateway.
 pub const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n";
 
-/// Starts the agents of all nodes, and a controller once they all have reported. Nothing fails over by accident.
+/// Starts the agents of all nodes, and a controller once all have reported. The settings prevent accidental failovers.
 pub fn start(lab: &mut Lab) -> Result<()> {
     start_with(lab, &calm())
 }
 
-/// What [`start`] starts with.
+/// The options of [`start`].
 pub fn calm() -> StartOptions {
     StartOptions::new().config(CALM)
 }
@@ -135,17 +135,17 @@ pub fn start_with(lab: &mut Lab, options: &StartOptions) -> Result<()> {
     lab.start_controller("controller", options)
 }
 
-/// The source addresses of connections at a server, and how many connections had each.
+/// The source addresses of connections at a server, and the number of connections from each.
 pub type Sources = BTreeMap<IpAddr, usize>;
 
-/// Opens `count` connections at once and closes them. Those that are not established and answered in time are missing
-/// from the result.
+/// Opens `count` connections concurrently, closes them, and returns their sources. Connections that are not established
+/// and answered in time are missing from the result.
 pub fn sources(from: &NetNs, server: &Server, family: Family, count: usize) -> Result<Sources> {
     sources_at(from, server, LOOK_PORT, family, count)
 }
 
-/// [`sources`] at another port of the server: a connection with the addresses and ports of a recent one is the same
-/// flow, and keeps its egress IP unless the policy has changed since.
+/// [`sources`] at another port of the server. A connection with the addresses and ports of a recent one belongs to the
+/// same flow, and keeps its egress IP unless the policy has changed since.
 pub fn sources_at(from: &NetNs, server: &Server, port: u16, family: Family, count: usize) -> Result<Sources> {
     let listening = TcpServer::start(&server.ns, &server.ips.both(port), ServerMode::Echo)?;
     let options =
@@ -166,12 +166,12 @@ pub fn sources_at(from: &NetNs, server: &Server, port: u16, family: Family, coun
     Ok(lab::traffic::tally(seen.iter().filter(|(id, _)| open.contains(id)).map(|(_, peer)| peer.ip())))
 }
 
-/// How many connections show all of `slots` egress IPs in all but one of a thousand cases.
+/// Returns how many connections show all of `slots` egress IPs, except in one of a thousand cases.
 fn enough(slots: usize) -> usize {
     8 + 12 * slots
 }
 
-/// Waits until the pod's new connections to `server` have exactly these source addresses, all of them.
+/// Waits until the pod's new connections to `server` have exactly these source addresses, and each of them occurs.
 pub fn wait_sources(from: &NetNs, server: &Server, family: Family, expected: &[IpAddr]) -> Result<()> {
     let expected: BTreeSet<IpAddr> = expected.iter().copied().collect();
     let what = format!("connections to {} have the sources {expected:?}, each of them, and no other", server.name);
@@ -182,7 +182,7 @@ pub fn wait_sources(from: &NetNs, server: &Server, family: Family, expected: &[I
     wait_until(&what, PATIENCE, || sources(from, server, family, count), good).map(drop)
 }
 
-/// Fails if anything came to `server` from other addresses than the egress IPs with these host numbers.
+/// Fails if a packet reached `server` from an address other than the egress IPs with these host numbers.
 #[track_caller]
 pub fn assert_no_strangers(trace: &Trace, server: &Server, hosts: &[u8]) {
     for family in Family::BOTH {
@@ -196,8 +196,7 @@ pub fn wait_in_force(pod: &Pod, server: &Server, hosts: &[u8]) -> Result<()> {
     Family::BOTH.into_iter().try_for_each(|family| wait_sources(&pod.ns, server, family, &egress(family, hosts)))
 }
 
-/// A running Spillway with [`web`] over these egress IPs in force for a pod on `worker1`. Returns the pod and the
-/// server.
+/// Starts Spillway with [`web`] over these egress IPs in force for a pod on `worker1`. Returns the pod and the server.
 pub fn web_pod(lab: &mut Lab, hosts: &[u8]) -> Result<(Pod, Server)> {
     web_pod_with(lab, hosts, &calm())
 }
@@ -217,7 +216,7 @@ pub fn policy_pod(lab: &mut Lab, text: &str, hosts: &[u8], options: &StartOption
     Ok((pod, server))
 }
 
-/// Forbids forwarding what `pod` sends to `server`, by an nftables table named `denied`.
+/// Forbids forwarding packets from `pod` to `server`, by an nftables table named `denied`.
 pub fn forbid(ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
     ns.nft(&format!(
         "table inet denied {{
@@ -252,7 +251,7 @@ pub fn wait_refused(pod: &Pod, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// The node that carries an egress IP, according to its object.
+/// Returns the owner of an egress IP, according to its EgressIP.
 pub fn owner(lab: &Lab, address: IpAddr) -> Option<String> {
     let text = lab.manifests().written("EgressIP", &object_name(address))?;
     scalar_after(text.split_once("\nstatus:")?.1, "node")
@@ -265,13 +264,13 @@ pub fn wait_owner(lab: &Lab, address: IpAddr, good: impl Fn(&str) -> bool) -> Re
     found.context("an owner")
 }
 
-/// The value of the first line `key: value` of a text in block-style YAML.
+/// Returns the value of the first line `key: value` in a block-style YAML text.
 fn scalar_after(text: &str, key: &str) -> Option<String> {
     let value = text.lines().find_map(|line| line.trim().strip_prefix(key)?.strip_prefix(':'))?;
     Some(value.trim().trim_matches(['"', '\'']).to_owned())
 }
 
-/// The MAC address that a server has for an address of its segment, as `ip neigh` prints it.
+/// Returns the MAC address in a server's neighbour table for an address of its segment, as `ip neigh` prints it.
 pub fn neighbour(server: &Server, address: IpAddr) -> Result<String> {
     let line = server.ns.sh(&format!("ip neigh show {address} dev eth0"))?;
     Ok(line.split_whitespace().skip_while(|word| *word != "lladdr").nth(1).unwrap_or_default().to_owned())
@@ -282,7 +281,7 @@ pub fn mac_text(mac: [u8; 6]) -> String {
     mac.map(|byte| format!("{byte:02x}")).join(":")
 }
 
-/// Lets a server ask who has an address until somebody answers, and returns all who did, those a moment later included.
+/// Makes a server resolve an address until it gets an answer. Returns all MAC addresses that answered, also shortly after.
 pub fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>> {
     let capture = Capture::start(&server.ns, "eth0")?;
     let answer = |packet: &Packet| packet.claim().is_some_and(|(claimed, _)| claimed == address);
@@ -298,27 +297,27 @@ pub fn who_answers(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>
     Ok(capture.finish()?.claims_of(address).into_keys().collect())
 }
 
-/// One of the datapath's counters on a node.
+/// Returns one of the datapath's counters on a node.
 pub fn counter(lab: &Lab, node: &str, name: &str) -> Result<u64> {
     let counters = lab.counters(node)?;
     counters.get(name).copied().with_context(|| format!("egressctl stats on {node} has no {name}: {counters:?}"))
 }
 
-/// Whether a node answers ARP and NDP for an address, according to its maps.
+/// Returns whether a node answers ARP and NDP for an address, according to its maps.
 pub fn announces(lab: &Lab, node: &str, address: IpAddr) -> Result<bool> {
     let rows = lab.egressctl(node, &["ips"])?;
     let own = |row: &serde_json::Value| row["egressIp"] == address.to_string() && row["announced"] == true;
     Ok(rows["items"].as_array().into_iter().flatten().any(own))
 }
 
-/// Everything that a node's datapath and rules have dropped, by name.
+/// Returns the counters of everything that a node's datapath and rules have dropped.
 pub fn drops(lab: &Lab, node: &str) -> Result<BTreeMap<String, u64>> {
     let mut counters = lab.counters(node)?;
     counters.retain(|name, _| name.starts_with("drop_"));
     Ok(counters)
 }
 
-/// Waits until an agent reports whether foreign programs may bring packets into its pods unseen.
+/// Waits until an agent reports that foreign programs may bring packets into its pods unseen, or that none may.
 pub fn wait_bypass(lab: &Lab, node: &str, is_there: bool) -> Result<()> {
     let told = || Ok(lab.egressctl(node, &["state"])?["agent"]["bypass"].clone());
     let what = format!("a way past the programs of {node}: {is_there}");
@@ -341,17 +340,17 @@ pub fn wait_grown(lab: &Lab, node: &str, name: &str, before: u64, more: u64) -> 
     wait_until(&what, PATIENCE, || counter(lab, node, name), |now| *now >= before + more).map(drop)
 }
 
-/// An address of one family with a port, as a socket's address.
+/// Returns the socket address with this address and port.
 pub fn at(address: IpAddr, port: u16) -> SocketAddr {
     SocketAddr::new(address, port)
 }
 
-/// Whether [`settings`] can be read here.
+/// Returns whether bpftool, which [`settings`] and [`knows`] need, exists here.
 pub fn has_bpftool() -> bool {
     std::process::Command::new("bpftool").arg("version").output().is_ok()
 }
 
-/// Whether the datapath of a node knows an address as a pod's.
+/// Returns whether the datapath of a node knows an address as a pod's.
 pub fn knows(lab: &Lab, node: &str, address: IpAddr) -> bool {
     let (map, bytes) = match address {
         IpAddr::V4(v4) => ("ENDPOINTS_V4", v4.octets().to_vec()),
@@ -362,7 +361,7 @@ pub fn knows(lab: &Lab, node: &str, address: IpAddr) -> bool {
     lab.node(node).ns.sh(&format!("bpftool map lookup pinned {} key {}", map.display(), key.join(" "))).is_ok()
 }
 
-/// The datapath's settings on a node (`egress_common::config::DatapathConfig`), byte by byte, from its pinned map.
+/// Returns the bytes of the datapath's settings on a node (`egress_common::config::DatapathConfig`), from its pinned map.
 pub fn settings(lab: &Lab, node: &str) -> Result<Vec<u8>> {
     let map = lab.pins(node).join("maps/CONFIG");
     let text = lab.node(node).ns.sh(&format!("bpftool -j map lookup pinned {} key 0 0 0 0", map.display()))?;
@@ -372,7 +371,7 @@ pub fn settings(lab: &Lab, node: &str) -> Result<Vec<u8>> {
     bytes.iter().map(byte).collect::<Option<Vec<u8>>>().with_context(|| format!("not bytes: {text}"))
 }
 
-/// Checks that large answers to a pod's datagram arrive, whose fragments come in any order.
+/// Checks that large answers to a pod's datagram arrive, whatever the order of their fragments.
 pub fn answers_in_fragments(pod: &Pod, server: &Server, family: Family) -> Result<()> {
     let open = |ns: &NetNs, at: SocketAddr| {
         let socket = ns.run(|| Ok(UdpSocket::bind(at)?))?;

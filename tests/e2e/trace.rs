@@ -7,7 +7,7 @@ use lab::{Capture, Family, Lab, Pod, Server, wait_for, wait_until};
 
 use crate::support::{PATIENCE, all_answered, assert_no_strangers, calm, egress, sources, web_pod};
 
-/// The kernel's numbers of the `pod_egress` programs of `worker1`'s agent that are at an interface.
+/// Returns the kernel's IDs of the `pod_egress` programs that `worker1`'s agent has at an interface.
 fn attached(lab: &Lab) -> Result<Vec<u64>> {
     let state = lab.egressctl("worker1", &["state"])?;
     let programs = state["programs"].as_array().cloned().unwrap_or_default();
@@ -17,7 +17,7 @@ fn attached(lab: &Lab) -> Result<Vec<u64>> {
     Ok(at_a_pod.filter_map(|one| one["id"].as_u64()).collect())
 }
 
-/// Starts a trace of the pod, which is in force when this returns.
+/// Starts a trace of the pod, and waits until it has begun.
 fn trace(lab: &Lab, arguments: &[&str]) -> Result<Process> {
     let mut tool = lab.start_egressctl("worker1", &[&["trace", "--pod", "default/web"], arguments].concat())?;
     let begun = |tool: &mut Process| Ok(tool.log().contains("tracing default/web") || !tool.alive()?);
@@ -26,7 +26,7 @@ fn trace(lab: &Lab, arguments: &[&str]) -> Result<Process> {
     Ok(tool)
 }
 
-/// Queries from the pod to the server in both families, and the answers.
+/// Starts queries from the pod to the server in both families, and a server that answers them.
 fn stream(pod: &Pod, server: &Server) -> Result<(UdpServer, Vec<UdpClients>)> {
     let answering = UdpServer::start(&server.ns, &server.ips.both(53))?;
     let start = |family| UdpClients::start(&pod.ns, server.ips.at(family, 53), 10, UdpOptions::default());
@@ -74,7 +74,7 @@ fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet()
             tool.kill()?;
             wait_until("the usual programs are back", PATIENCE, || attached(lab), |now| *now == usual)?;
         }
-        // It stops by itself.
+        // A trace with a limit stops by itself.
         let text =
             lab.egressctl_text("worker1", &["trace", "--pod", &pod.ips.v4.to_string(), "-n", "3", "-o", "json"])?;
         assert_eq!(text.lines().filter(|line| serde_json::from_str::<serde_json::Value>(line).is_ok()).count(), 3);
@@ -100,7 +100,7 @@ fn trace_ends_with_its_agent_and_the_next_one_has_the_usual_programs() {
             }
             wait_for("the trace has ended", PATIENCE, || Ok(!tool.alive()?))?;
             assert!(tool.log().contains("the trace with it"), "{}", tool.log());
-            // An agent that is asked to stop restores the usual programs; if it dies, the next one does.
+            // An agent that is told to stop restores the usual programs; if it dies, the next agent does.
             assert_eq!(attached(lab)? != traced, gently);
             lab.start_agent("worker1", &calm())?;
             wait_until("usual programs", PATIENCE, || attached(lab), |now| now.len() == 1 && *now != traced)?;

@@ -1,4 +1,4 @@
-//! The transports between source nodes and gateways: each carries everything, `Auto` takes the best that works, falls
+//! The transports between source nodes and gateways: each carries everything. `Auto` takes the best that works, falls
 //! back and returns, without effect on connections.
 
 use std::net::{IpAddr, SocketAddr};
@@ -17,12 +17,12 @@ use crate::support::{
 
 const HOSTS: [u8; 2] = [10, 11];
 
-/// Default probes, so that a transport that stops working is noticed, and a controller that fails nothing over.
+/// Default probes, so that a transport that stops working is noticed; leases and a deadline that prevent failovers.
 fn auto() -> StartOptions {
     StartOptions::new().config("transport: Auto\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n")
 }
 
-/// A lab with one pod under a policy with two egress IPs, in force.
+/// Runs a test with one pod under a policy with two egress IPs, in force.
 fn with_pod(builder: lab::Builder, options: &StartOptions, test: impl FnOnce(&mut Lab, Pod, Server) -> Result<()>) {
     builder.workers(1).gateways(2).run(|lab| {
         let (pod, server) = web_pod_with(lab, &HOSTS, options)?;
@@ -42,11 +42,10 @@ pub fn wait_transport(lab: &Lab, name: &str) -> Result<()> {
     wait_until(&format!("transport {name}"), PATIENCE, ways, good).map(drop)
 }
 
-/// How many packets of each transport are in a trace of an underlay interface: (in the tunnel, with an egress IP
-/// outside).
+/// Counts the packets in a trace of an underlay interface: (in the tunnel, outside it with an egress IP).
 fn forms(trace: &lab::Trace) -> (usize, usize) {
     let all: Vec<IpAddr> = Family::BOTH.iter().flat_map(|family| egress(*family, &HOSTS)).collect();
-    // Probes belong to no flow: they have a port below all port blocks.
+    // Probes belong to no flow: one of their ports is below all port blocks.
     let flow = |packet: &&lab::Packet| packet.ports().is_none_or(|(from, to)| from.port() > 1023 || to.port() > 1023);
     let packets = || trace.packets().iter().filter(flow);
     let tunnelled = packets().filter(|packet| packet.ports().is_some_and(|(_, to)| to.port() == TUNNEL_PORT)).count();
@@ -54,24 +53,24 @@ fn forms(trace: &lab::Trace) -> (usize, usize) {
     (tunnelled, plain.count())
 }
 
-/// Bytes of UDP that fit into one packet with any transport, and that need several.
+/// UDP payloads in bytes: those that fit into one packet with any transport, and one that needs several.
 const SMALL: [usize; 2] = [64, 1380];
 const LARGE: usize = 4000;
 
-/// TCP, UDP with fragments, and much data, in both families.
+/// Checks TCP, UDP with fragments, and bulk data, in both families.
 pub fn everything(pod: &Pod, server: &Server) -> Result<()> {
     most(pod, server)?;
     Family::BOTH.into_iter().try_for_each(|family| echoed(pod, server, family, LARGE))
 }
 
-/// UDP of one size, there and back.
+/// Checks that UDP datagrams of one size are answered.
 fn echoed(pod: &Pod, server: &Server, family: Family, size: usize) -> Result<()> {
     let _udp = UdpServer::start(&server.ns, &server.ips.both(53))?;
     let flows = UdpClients::start(&pod.ns, server.ips.at(family, 53), 4, UdpOptions { size, ..UdpOptions::default() })?;
     flows.wait("answers", PATIENCE, |all| all.iter().all(|one| one.received > 2 && one.corrupted == 0)).map(drop)
 }
 
-/// The same without fragments.
+/// Checks the same as [`everything`], without fragments.
 fn most(pod: &Pod, server: &Server) -> Result<()> {
     let _tcp = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
     let _bulk = BulkServer::start(&server.ns, &server.ips.both(5001))?;
@@ -88,7 +87,7 @@ fn most(pod: &Pod, server: &Server) -> Result<()> {
     Ok(())
 }
 
-/// Runs [`everything`] with one transport on all nodes, and counts what the underlay saw of it.
+/// Runs [`everything`] with one transport on all nodes, and checks which packets the underlay carried.
 fn carried(builder: lab::Builder, transport: &str, sent: &str) {
     with_pod(builder, &fixed(transport), |lab, pod, server| {
         wait_transport(lab, transport)?;
@@ -105,7 +104,7 @@ fn carried(builder: lab::Builder, transport: &str, sent: &str) {
         }
         assert!(counter(lab, "worker1", sent)? > before + 100, "{sent}");
         if transport == "vxlan" && std::env::var_os("SPILLWAY_TEST_XDP").is_none() {
-            // Bulk data arrives merged, which this kernel cannot strip. Between cards, and with XDP, it does not.
+            // Bulk data arrives merged, and this kernel cannot strip merged packets. Between cards, and with XDP, none are merged.
             let merged = |node: &str| counter(lab, node, "device_merged");
             assert!(merged("gw1")? + merged("gw2")? > 0);
         }
@@ -141,14 +140,14 @@ fn large_answer_all_fragments_of_an_answer_arrive_by_each_transport() {
             wait_transport(lab, transport)?;
             if routed {
                 through_router(lab)?;
-                // The path between the nodes has changed, and their probes know.
+                // Waits until the probes have noticed that the path between the nodes has changed.
                 wait_transport(lab, transport)?;
             }
             for family in Family::BOTH {
-                // The host answers the first packets that are too large for the tunnel with its size; the pod then makes smaller ones.
+                // The host answers the first packets that are too large with the tunnel's MTU; the pod then sends smaller ones.
                 let first = Ping { size: 9_000, count: 2, ..Ping::default() };
                 ping(&pod.ns, server.ips.ip(family), &first)?;
-                // The smallest last fragment, whole ones only, and as much as a jumbo frame holds.
+                // The sizes: the smallest last fragment, whole fragments only, and as much as a jumbo frame holds.
                 for size in [1_473, 2_952, 2_953, 3_000, 4_433, 9_000] {
                     let asked = Ping { size, count: 3, timeout: PATIENCE, ..Ping::default() };
                     let report = ping(&pod.ns, server.ips.ip(family), &asked)?;
@@ -160,7 +159,7 @@ fn large_answer_all_fragments_of_an_answer_arrive_by_each_transport() {
     }
 }
 
-/// Lets worker and gateways reach each other only through the router.
+/// Makes worker and gateways reach each other only through the router.
 fn through_router(lab: &Lab) -> Result<()> {
     let router = lab::address::underlay(1);
     let worker = lab.node("worker1");
@@ -174,7 +173,7 @@ fn through_router(lab: &Lab) -> Result<()> {
 
 #[test]
 fn vxlan_carries_everything_over_an_underlay_with_a_small_mtu() {
-    // What is too large for the path goes through the device, in fragments.
+    // Packets that are too large for the path take the device, in fragments.
     carried(Lab::builder().underlay_mtu(1400), "vxlan", "sent_vxlan");
 }
 
@@ -186,7 +185,7 @@ fn tunnelled_packets_of_a_pod_take_the_device() {
         let capture = Capture::start(&server.ns, "eth0")?;
         for (family, inner) in [(Family::V4, 1), (Family::V6, 2)] {
             let remote = server.ips.ip(family);
-            // With any NAT, the kernel updates a tunnel's own checksum as if it were still to be filled in.
+            // With any NAT, the kernel updates a tunnel's own checksum as if it were not filled in yet.
             let sums = "noudpcsum udp6zerocsumtx udp6zerocsumrx";
             pod.ns.ip(&[
                 format!("link add own{inner} type vxlan id {inner} remote {remote} dstport {PORT} dev eth0 {sums}"),
@@ -208,14 +207,14 @@ fn tunnelled_packets_of_a_pod_take_the_device() {
             let sources: Vec<IpAddr> = arrived.filter_map(|packet| Some(packet.ip()?.source)).collect();
             assert!(!sources.is_empty() && sources.iter().all(|ip| egress(family, &HOSTS).contains(ip)), "{sources:?}");
         }
-        // The capture takes an absent checksum for a wrong one over IPv6.
+        // The capture counts an absent checksum over IPv6 as a wrong one.
         let wrong = trace.wrong_checksums();
         assert!(!wrong.packets().iter().any(|packet| packet.ip().is_some_and(|ip| ip.source.is_ipv4())));
         Ok(())
     });
 }
 
-/// Lets the underlay lose all frames with addresses that are no node's, as a switch's source guard does.
+/// Makes the underlay drop all frames whose source address is not a node's, as a switch's source guard does.
 fn guard(lab: &Lab) -> Result<()> {
     lab.underlay().nft(
         "table bridge guard {
@@ -311,8 +310,8 @@ fn nodes_with_different_settings_understand_each_other() {
     });
 }
 
-/// Packets larger than the path: the host's stack makes a pod's packets smaller. Answers cannot be fragmented in a tunnel over
-/// IPv6: they are dropped and counted, unless the server sends smaller ones.
+/// Checks packets larger than the path. The host's stack makes a pod's packets smaller. Answers cannot be fragmented in
+/// a tunnel over IPv6, so they are dropped and counted unless the server sends smaller ones.
 fn large_over_ipv6(lab: &Lab, pod: &Pod, server: &Server, family: Family, transport: &str) -> Result<()> {
     if transport == "direct" {
         return echoed(pod, server, family, LARGE);

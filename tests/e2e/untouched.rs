@@ -1,4 +1,4 @@
-//! What Spillway must leave alone: the cluster's own traffic, replies to the outside, connections that were there before.
+//! Traffic that Spillway must leave alone: the cluster's own, replies to the outside, connections that existed before.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV6, UdpSocket};
 use std::process::Command;
@@ -14,14 +14,14 @@ use crate::support::{
     wait_sources, web, web_pod,
 };
 
-/// The source address of a connection from `client` to `target` in `server`.
+/// Returns the source that `server` sees of a connection from `client` to `target`.
 fn source_seen(client: &NetNs, server: &NetNs, target: IpAddr) -> Result<IpAddr> {
     let target = at(target, 7000);
     source_at(client, target, server, target, PATIENCE)
 }
 
-/// docs/failures.md: pod-net. With the address management of some CNIs and clouds no Node names its pods' networks;
-/// only a ServiceCIDR names that of the Services.
+/// docs/failures.md: pod-net. With the address management of some CNIs and clouds, no Node names its pods' networks,
+/// and only a ServiceCIDR names the Services' network.
 #[test]
 fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_configuration() {
     Lab::builder().gateways(1).far_servers(2).run(|lab| {
@@ -53,10 +53,10 @@ fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_confi
             let masqueraded = lab.node("worker1").underlay.ip(family);
             assert_eq!(source_seen(&pod.ns, &service.ns, service.ips.ip(family))?, masqueraded, "to a Service");
         }
-        // One that is added later, and one that is removed: its address is then an ordinary one.
+        // A pod is added later, and removed again: its address is then an ordinary one.
         let late = lab.add_pod(PodSpec::new("late", "worker2"))?;
         let told = |lab: &Lab| Ok(lab.manifests().written("EgressNode", "worker2").unwrap_or_default());
-        // Both addresses make one network.
+        // The addresses of both pods make one network.
         let (one, both) = (format!("{}/32", remote.ips.v4), format!("{}/31", remote.ips.v4));
         wait_until("the controller names the pod", PATIENCE, || told(lab), |text| text.contains(&both))?;
         for family in Family::BOTH {
@@ -72,8 +72,8 @@ fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_confi
     });
 }
 
-/// docs/failures.md: ipvs. kube-proxy gives each node the addresses of all Services, on a dummy device, and forwards what arrives for
-/// them. Nothing else names them.
+/// docs/failures.md: ipvs. kube-proxy gives each node the addresses of all Services, on a dummy device, and forwards
+/// packets for them. Nothing else names these addresses.
 #[test]
 fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
     lab::require_root!();
@@ -167,7 +167,7 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
             }
             let metadata: IpAddr = [169, 254, 169, 254].into();
             assert_eq!(source_seen(&pod.ns, &node.ns, metadata)?, pod.ips.v4, "to a link-local address");
-            // Nothing listens to these; what matters is that they do not enter the tunnel.
+            // Nothing listens for these packets; they must not enter the tunnel.
             let scope = pod.ns.ifindex("eth0")?;
             pod.ns.run(|| {
                 let v4 = UdpSocket::bind("0.0.0.0:0")?;
@@ -180,15 +180,15 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
                 }
                 Ok(())
             })?;
-            // The control: traffic for the outside does.
+            // Control: traffic for the outside does.
             wait_in_force(&pod, lab.server("server1"), &[10])?;
             let trace = tunnelled.finish()?;
             let outside: Vec<IpAddr> = ["server1", "far1"]
                 .iter()
                 .flat_map(|name| Family::BOTH.map(|family| lab.server(name).ips.ip(family)))
                 .collect();
-            // The node's own kernel reports its multicast groups on the device, from the unspecified address; the reports
-            // end there. Probes have a port below all port blocks.
+            // The node's kernel reports its multicast groups on the device, from the unspecified address; the reports
+            // go no further. Probes have a port below all port blocks.
             let from_somebody = |packet: &lab::Packet| packet.ip().is_some_and(|ip| !ip.source.is_unspecified());
             let probe = |packet: &lab::Packet| packet.ports().is_some_and(|(source, _)| source.port() < 1024);
             let sent = trace.filter(|packet| packet.outgoing && from_somebody(packet) && !probe(packet));
@@ -223,8 +223,7 @@ fn reply_inbound_replies_of_what_the_outside_opened_are_left_alone() {
                 assert_eq!(report.replies.len(), 3, "{report:?}");
             }
             assert_eq!((tcp.connections().len(), udp.flows().len()), (40, 40));
-            // The last resets and answers of connections that waited for the policy may arrive after the capture has
-            // begun.
+            // Connections that waited for the policy may still send resets and answers after the capture has begun.
             let looked = |packet: &lab::Packet| packet.ports().is_some_and(|(_, target)| target.port() == LOOK_PORT);
             let trace = capture.finish()?.filter(|packet| !looked(packet));
             for family in Family::BOTH {
@@ -245,8 +244,8 @@ fn connections_that_are_older_than_the_policy_stay_on_their_path_or_are_cut() {
         let keep = lab.add_pod(PodSpec::new("keep", "worker1").label("app", "web"))?;
         let cut = lab.add_pod(PodSpec::new("cut", "worker1").label("app", "cut"))?;
         start(lab)?;
-        // The agent knows the pods before the policies are added: a pod without any policy keeps its path to the
-        // outside.
+        // Waits until the agent knows the pods, before the policies are added: a pod without any policy keeps its path
+        // to the outside.
         let other = policy("other", &format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: other}}}}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]{}", gateways(&[12])));
         lab.manifests().write("other", &other)?;
         let witness = lab.add_pod(PodSpec::new("other", "worker1").label("app", "other"))?;

@@ -11,11 +11,11 @@ use serde_json::Value;
 
 use crate::support::{CALM, PATIENCE, web, web_pod, web_pod_with};
 
-/// How long ago the questions are about: clocks are assumed to differ by up to two seconds, and a log is written every
-/// second.
+/// The age of the time that the questions are about. Clocks are assumed to differ by up to two seconds, and a log is
+/// written every second.
 const AGO: Duration = Duration::from_secs(4);
 
-/// A time as users write it.
+/// Returns a time in the past as users write it.
 fn ago(by: Duration) -> Result<String> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.saturating_sub(by).as_secs();
     let text = Command::new("date").args(["-u", "-d", &format!("@{seconds}"), "+%Y-%m-%dT%H:%M:%SZ"]).output()?.stdout;
@@ -68,7 +68,7 @@ fn whois_names_the_pod_of_a_flow_that_has_ended_when_the_pod_and_its_node_are_go
         wait_for("the server sees the flow", PATIENCE, || Ok(!streams.source_of_flow().is_empty()))?;
         let seen = streams.source_of_flow().values().next().context("nobody came")?.to_string();
 
-        // While it is live, the server need not be named: no flow of this node is missing in its log.
+        // While the flow is live, the question need not name the server: the node's log misses no flow.
         let mut at = String::new();
         let ask = || {
             at = ago(AGO)?;
@@ -87,7 +87,7 @@ fn whois_names_the_pod_of_a_flow_that_has_ended_when_the_pod_and_its_node_are_go
         let answer = wait_until("the flow has ended", PATIENCE, ask, over)?;
         assert_eq!(answer["podCertain"], true, "{answer}");
 
-        // Another node answers the same from the logs alone.
+        // Another node gives the same answer from the logs alone.
         assert_eq!(lab.counters("worker1")?["flow_log_lost"], 0);
         lab.kill_node("worker1")?;
         let logs = lab.state().to_string_lossy().into_owned();
@@ -104,7 +104,7 @@ fn whois_names_the_pod_of_a_flow_that_has_ended_when_the_pod_and_its_node_are_go
     });
 }
 
-/// The exit code and what was printed.
+/// Returns the exit code and the output.
 fn diff(lab: &Lab, file: &str, more: &[&str]) -> Result<(i32, Value)> {
     let mut command = lab.node("worker1").ns.command(binary("egressctl")?);
     command.args(["diff", "-o", "json", "-f", file, "--manifests"]).arg(lab.manifests().dir());

@@ -1,5 +1,5 @@
-//! A gateway that forwards packets at the drivers of its interfaces (XDP): everything arrives as it does without, it is
-//! switched on and off under load, and it stays off where it is not wanted.
+//! A gateway that forwards packets at the drivers of its interfaces (XDP): everything arrives as it does without XDP,
+//! XDP is switched on and off under load, and it stays off where it is not wanted.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ fn builder() -> lab::Builder {
     Lab::builder().workers(1).gateways(1).far_servers(0)
 }
 
-/// Waits until the gateway reports that its program is at exactly these drivers. Returns what it reports of the others.
+/// Waits until the gateway reports that its program is at exactly these drivers. Returns what it reports about the others.
 fn wait_native(lab: &Lab, expected: &[&str]) -> Result<String> {
     let told = || {
         let rows = lab.egressctl("gw1", &["gateways"])?;
@@ -37,7 +37,7 @@ fn wait_native(lab: &Lab, expected: &[&str]) -> Result<String> {
         Ok((names, row["whyNotBetter"].as_str().unwrap_or_default().to_owned()))
     };
     let what = format!("programs at the drivers of {expected:?}");
-    // An agent that has just started reports nothing yet, and then that it is at no driver.
+    // An agent that has just started first reports nothing, and then that its program is at no driver.
     let settled = |(names, why): &(Vec<String>, String)| names == expected && (names.len() == 2 || !why.is_empty());
     Ok(wait_until(&what, PATIENCE, told, settled)?.1)
 }
@@ -55,7 +55,7 @@ fn gateways_whose_interfaces_are_vlan_devices_of_one_card_use_its_driver() {
     ["direct", "vxlan"].into_iter().for_each(|transport| all_protocols_arrive(builder().vlan_devices(), transport));
 }
 
-/// All protocols arrive at a server, and the drivers of the gateway send most packets in both directions.
+/// Checks that all protocols arrive at a server, and that the gateway's drivers send most packets in both directions.
 fn all_protocols_arrive(builder: lab::Builder, transport: &str) {
     builder.cards().run(|lab| {
         let (pod, server) = web_pod_with(lab, &HOSTS, &options(transport, "Native"))?;
@@ -63,7 +63,7 @@ fn all_protocols_arrive(builder: lab::Builder, transport: &str) {
         let capture = Capture::start(&server.ns, "eth0")?;
         let before = forwarded(lab)?;
         everything(&pod, &server)?;
-        // Fragments, and the first packet of each moment, are not.
+        // TC sends fragments, and the packets that make the kernel confirm the next hop from time to time.
         assert_sent_by_drivers(lab, before, 75)?;
         let (trace, _) = capture.finish_lossy()?;
         assert_no_strangers(&trace, &server, &HOSTS);
@@ -72,13 +72,13 @@ fn all_protocols_arrive(builder: lab::Builder, transport: &str) {
     });
 }
 
-/// How many packets the gateway has sent at drivers, out, and back.
+/// Returns the packets that the gateway sent at drivers, and those that it forwarded out, and back.
 fn forwarded(lab: &Lab) -> Result<[u64; 3]> {
     let [sent, out, back] = ["xdp_sent", "gateway_forwarded", "gateway_replied"].map(|name| counter(lab, "gw1", name));
     Ok([sent?, out?, back?])
 }
 
-/// More than this part of the packets since `before` were sent at drivers. One direction alone would be about half.
+/// Asserts that drivers sent more than this share of the packets since `before`. One direction alone would be about half.
 fn assert_sent_by_drivers(lab: &Lab, before: [u64; 3], percent: u64) -> Result<()> {
     let now = forwarded(lab)?;
     let [sent, out, back] = [0, 1, 2].map(|i| now[i] - before[i]);
@@ -108,7 +108,7 @@ fn packets_of_a_vlan_go_through_the_driver_programs_both_ways() {
             wait_native(lab, &BOTH)?;
             let before = forwarded(lab)?;
             everything(&pod, &inside)?;
-            // Only fragments are not: the kernel has no next hop to confirm.
+            // TC sends only fragments: the kernel has no next hop to confirm.
             assert_sent_by_drivers(lab, before, 90)
         });
     }
@@ -160,7 +160,7 @@ fn a_veth_stays_at_tc_unless_it_is_asked_for() {
 fn foreign_xdp_programs_and_offloaded_vlan_tags_are_respected() {
     builder().cards().run(|lab| {
         let gateway = lab.node("gw1").ns.clone();
-        // A foreign program that redirects only frames that nobody sends; the rest passes.
+        // The foreign program redirects only frames that nothing sends; the rest passes.
         let others = redirect(&gateway, ["eth0", "ext0"], (14, *b"none"))?;
         let (pod, server) = web_pod_with(lab, &HOSTS, &options("direct", "Native"))?;
         let why = wait_native(lab, &["ext0"])?;
@@ -172,7 +172,7 @@ fn foreign_xdp_programs_and_offloaded_vlan_tags_are_respected() {
         everything(&pod, &server)?;
         wait_counter(lab, "gw1", "xdp_sent", before)
     });
-    // Links like a veth: tags may come outside the frame.
+    // On links like a veth, tags may arrive outside the frame.
     builder().run(|lab| {
         web_pod_with(lab, &HOSTS, &options("direct", "Native"))?;
         if std::env::var_os("SPILLWAY_TEST_XDP").is_none() {

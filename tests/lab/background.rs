@@ -1,4 +1,4 @@
-//! Threads in network namespaces that work until their owner ends them.
+//! Threads in network namespaces that run until their owner ends them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,22 +9,22 @@ use anyhow::{Context as _, Result, anyhow};
 
 use crate::netns::NetNs;
 
-/// What threads share, also after one of them has panicked.
+/// Locks data that threads share, even after one of them has panicked.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether a thread is to end: what it looks at again and again.
+/// A flag that a thread polls to learn that it must end.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Stop(Arc<AtomicBool>);
 
 impl Stop {
-    /// Whether it is time.
+    /// Returns whether the thread must end.
     pub fn requested(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Lets the calling thread rest, but not longer than until its owner ends it. Returns whether it goes on.
+    /// Parks the calling thread for at most `duration`, or until its owner ends it. Returns whether the thread may continue.
     pub fn rest(&self, duration: Duration) -> bool {
         if !self.requested() {
             thread::park_timeout(duration);
@@ -33,7 +33,7 @@ impl Stop {
     }
 }
 
-/// A thread that is ended when this is dropped. An error of its work is printed then, unless [`Background::finish`] returned it.
+/// A thread that ends when this is dropped. Its error is printed then, unless [`Background::finish`] or `wait` returned it.
 #[derive(Debug)]
 pub(crate) struct Background<T = ()> {
     stop: Stop,
@@ -41,7 +41,7 @@ pub(crate) struct Background<T = ()> {
 }
 
 impl<T: Send + 'static> Background<T> {
-    /// Starts `work` in this namespace, on a thread of this name.
+    /// Starts `work` in the namespace `ns`, on a thread named `name`.
     pub fn start(
         ns: &NetNs,
         name: &str,
@@ -55,13 +55,13 @@ impl<T: Send + 'static> Background<T> {
 }
 
 impl<T> Background<T> {
-    /// Ends it, and returns the result.
+    /// Ends the thread and returns its result.
     pub fn finish(mut self) -> Result<T> {
         self.stop();
         self.join()
     }
 
-    /// Waits until it ends by itself, and returns the result.
+    /// Waits until the thread ends by itself and returns its result.
     pub fn wait(mut self) -> Result<T> {
         self.join()
     }

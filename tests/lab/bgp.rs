@@ -1,4 +1,4 @@
-//! BGP speakers of Debian's packages, FRR and BIRD, in namespaces of the lab.
+//! BGP speakers from Debian's packages (FRR and BIRD) in namespaces of the lab.
 
 use std::fs;
 use std::os::unix::fs::chown;
@@ -18,13 +18,13 @@ use crate::wait::wait_for;
 const FRR: &str = "/usr/lib/frr";
 const START: Duration = Duration::from_secs(20);
 
-/// Why no BGP speaker can run here, if so.
+/// Returns the reason why no BGP speaker can run here, if there is one.
 pub fn obstacle() -> Option<&'static str> {
     let missing = |program: &str| Command::new(program).arg("--version").output().is_err();
     (missing("bird") || missing("vtysh")).then_some("FRR or BIRD is missing: apt-get install frr bird2")
 }
 
-/// A running FRR: zebra, bfdd and bgpd. They end with the lab.
+/// A running FRR instance: zebra, bfdd and bgpd. They end with the lab.
 #[derive(Debug)]
 pub struct Frr {
     ns: NetNs,
@@ -32,7 +32,7 @@ pub struct Frr {
 }
 
 impl Frr {
-    /// Starts it in a namespace, with a configuration as `vtysh` reads it.
+    /// Starts FRR in a namespace, with a configuration in the format of `vtysh -f`.
     pub fn start(lab: &mut Lab, ns: &NetNs, config: &str) -> Result<Frr> {
         let dir = lab.dir().join(format!("frr-{}", ns.name()));
         fs::create_dir_all(&dir)?;
@@ -64,7 +64,7 @@ impl Frr {
         command
     }
 
-    /// The output of a command of `vtysh`.
+    /// Returns the output of a `vtysh` command.
     pub fn show(&self, command: &str) -> Result<String> {
         output(self.vtysh().arg("-c").arg(command))
     }

@@ -1,8 +1,8 @@
-//! The cost of a pinned program per packet, by `BPF_PROG_TEST_RUN`, compared with a program that does nothing.
+//! Measures the cost per packet of a pinned program with `BPF_PROG_TEST_RUN`, relative to a program that does nothing.
 //!
-//! A program changes the packet that it is run on, so running it again would be another case. A small program in front of
-//! it restores the packet before each run, gives it a tunnel key if it needs one, and hands over by a tail call. The cost
-//! of the same program in front of an empty one is subtracted. Raw system calls: the lab has no eBPF library.
+//! A program changes its packet, so a second run on the result would measure another case. A small front program restores the
+//! packet before each run, sets a tunnel key if the packet needs one, and tail-calls the measured program. The cost of the same
+//! front program with an empty target is subtracted. This module uses raw system calls: the lab has no eBPF library.
 
 pub(crate) mod code;
 
@@ -31,7 +31,7 @@ const PROG_FD_BY_ID: u32 = 13;
 const INFO_BY_FD: u32 = 15;
 
 const MAP_TYPE_PROG_ARRAY: u32 = 3;
-/// Helpers.
+/// Numbers of BPF helpers.
 const KTIME_GET_NS: i32 = 5;
 const TAIL_CALL: i32 = 12;
 const GET_TUNNEL_KEY: i32 = 20;
@@ -43,16 +43,16 @@ const ZERO_CHECKSUM: i32 = 2;
 const ROOM_MAC: i32 = 1;
 const LEVEL_DOWN: i32 = 2;
 
-/// Offsets in `struct __sk_buff`, and how much of it is passed.
+/// Offsets in `struct __sk_buff`, and the number of its bytes that are passed to the kernel.
 const SKB_IFINDEX: usize = 40;
 const SKB_DATA: i16 = 76;
 const SKB_DATA_END: i16 = 80;
 const SKB_LEN: usize = 192;
-/// The size of `struct bpf_tunnel_key`, and the offset of the other end's address in it, for IPv4.
+/// The size of `struct bpf_tunnel_key`, and the offset of `local_ipv4` in it.
 const KEY_LEN: usize = 44;
 const KEY_LOCAL: usize = 28;
-/// Calls that let the processor finish its writes: reading a word that spans two unfinished writes takes longer than
-/// reading a packet that is already in the cache.
+/// The number of helper calls that give the processor time to finish its writes: a read of a word that spans two
+/// unfinished writes takes longer than a read of a packet that is already in the cache.
 const DRAIN: usize = 4;
 const ETHERNET: usize = 14;
 
@@ -62,7 +62,7 @@ pub const REDIRECT: u32 = 7;
 /// The verdict of a program that leaves a packet to the next program (`TCX_NEXT`).
 pub const NEXT: u32 = u32::MAX;
 
-/// A packet, and where it arrives at the program.
+/// A packet, its metadata on arrival at the program, and the expected verdict.
 #[derive(Clone, Debug)]
 pub struct Shot {
     /// The frame.
@@ -75,23 +75,23 @@ pub struct Shot {
     pub verdict: u32,
 }
 
-/// What a program makes the kernel do with the tunnel's header of a packet.
+/// The operation on a packet's tunnel header that a program requests from the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Header {
-    /// Reads what the tunnel device stripped.
+    /// Reads the header that the tunnel device stripped.
     ReadKey,
-    /// Tells the tunnel device what to write.
+    /// Sets the header that the tunnel device writes.
     SetKey,
-    /// Makes room for it (positive) or removes it (negative): bytes, and the flags of `bpf_skb_adjust_room`.
+    /// Makes room for the header (positive) or removes it (negative): the number of bytes, and the flags of `bpf_skb_adjust_room`.
     Room(i32, u64),
 }
 
-/// Nanoseconds of a program for each packet.
+/// The time that a program takes for one packet, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct Cost {
-    /// Beyond an empty program.
+    /// The excess over an empty program.
     pub whole: f64,
-    /// Beyond one that only handles the tunnel's header as this one does.
+    /// The excess over a program that performs only the same operation on the tunnel header.
     pub without_header: Option<f64>,
 }
 
@@ -100,7 +100,7 @@ pub struct Cost {
 pub struct Program(OwnedFd);
 
 impl Program {
-    /// The program of a pinned link.
+    /// Returns the program of the link pinned at `pin`.
     pub fn of_link(pin: &Path) -> Result<Program> {
         let link = pinned(pin)?;
         // struct bpf_link_info begins with type, id and prog_id.
@@ -115,8 +115,8 @@ impl Program {
         Ok(Program(attr.call_fd(PROG_FD_BY_ID).context("cannot open a link's program")?))
     }
 
-    /// What it costs: medians over `samples`, each of `repeat` runs, this program and those that it is compared with in turns.
-    /// Every run must end with the shot's verdict.
+    /// Measures the program's cost: medians over `samples` samples of `repeat` runs each, alternating with the programs
+    /// that it is compared with. Fails if the last run of a sample does not end with the shot's verdict.
     pub fn cost(&self, ns: &NetNs, shot: &Shot, header: Option<Header>, repeat: u32, samples: usize) -> Result<Cost> {
         let (front, nothing) = (Front::new(shot, &self.0)?, Front::new(shot, &beside(shot, None)?)?);
         let header = header.map(|header| Front::new(shot, &beside(shot, Some(header))?)).transpose()?;
@@ -136,12 +136,12 @@ impl Program {
     }
 }
 
-/// The memory of a pinned map, as the kernel accounts for it: for a growing map, with its present entries.
+/// Returns the bytes of memory of a pinned map, as the kernel accounts for it: a growing map counts with its present entries.
 pub fn map_bytes(pin: &Path) -> Result<u64> {
     about(&pinned(pin)?, "memlock").with_context(|| format!("{}", pin.display()))
 }
 
-/// How many entries a pinned map (not an array) has. One that changes meanwhile is counted approximately.
+/// Returns the number of entries of a pinned map (not an array): an approximation if the map changes meanwhile.
 pub fn map_entries(pin: &Path) -> Result<usize> {
     let map = pinned(pin)?;
     let size = about(&map, "key_size").with_context(|| format!("{}", pin.display()))? as usize;
@@ -177,12 +177,12 @@ pub fn fill_map(pin: &Path, count: u32) -> Result<()> {
     Ok(())
 }
 
-/// The first element of a pinned array of 64-bit numbers.
+/// Returns the first element of a pinned array of 64-bit numbers.
 pub fn first_number(pin: &Path) -> Result<u64> {
     number(&pinned(pin)?).with_context(|| format!("cannot read {}", pin.display()))
 }
 
-/// The first element of an array of 64-bit numbers.
+/// Returns the first element of an array of 64-bit numbers.
 pub(crate) fn number(map: &OwnedFd) -> Result<u64> {
     let (key, mut value) = (0u32, [0u64; 1]);
     let mut attr = Attr::default();
@@ -190,11 +190,11 @@ pub(crate) fn number(map: &OwnedFd) -> Result<u64> {
     attr.u64(8, (&raw const key) as u64);
     attr.u64(16, value.as_mut_ptr() as u64);
     attr.call(MAP_LOOKUP).context("a map cannot be read")?;
-    // SAFETY: the kernel has written it, which the compiler does not see.
+    // SAFETY: `value` is alive and aligned. The read is volatile because the compiler does not see that the kernel wrote to it.
     Ok(unsafe { value.as_ptr().read_volatile() })
 }
 
-/// What the kernel reports about a map's descriptor.
+/// Returns a number that the kernel reports about a map in the `fdinfo` of its descriptor.
 fn about(map: &OwnedFd, what: &str) -> Result<u64> {
     let path = format!("/proc/self/fdinfo/{}", map.as_raw_fd());
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
@@ -209,10 +209,10 @@ fn pinned(pin: &Path) -> Result<OwnedFd> {
     attr.call_fd(OBJ_GET).with_context(|| format!("nothing is pinned at {}", pin.display()))
 }
 
-/// The program in front of another one, for one packet.
+/// The front program for one packet and one measured program.
 struct Front {
     program: OwnedFd,
-    /// Keeps the other program.
+    /// Keeps the measured program loaded.
     _targets: OwnedFd,
     frame: Vec<u8>,
     context: [u8; SKB_LEN],
@@ -228,7 +228,7 @@ impl Front {
         Ok(Front { program, _targets: targets, frame: shot.frame.clone(), context, verdict: shot.verdict })
     }
 
-    /// The last verdict, and nanoseconds for each run.
+    /// Runs the program. Returns the last verdict and the nanoseconds per run.
     fn run(&self, repeat: u32) -> Result<(u32, u32)> {
         let mut attr = Attr::default();
         attr.u32(0, self.program.as_raw_fd().cast_unsigned());
@@ -241,7 +241,7 @@ impl Front {
         Ok((attr.read(4), attr.read(36)))
     }
 
-    /// Nanoseconds for each run.
+    /// Returns the nanoseconds per run. Fails if the last verdict is not the expected one.
     fn nanoseconds(&self, repeat: u32) -> Result<f64> {
         let (verdict, time) = self.run(repeat)?;
         ensure!(verdict == self.verdict, "the program's verdict is {verdict}, not {}", self.verdict);
@@ -249,7 +249,7 @@ impl Front {
     }
 }
 
-/// A program that has this verdict, and only does this with the tunnel's header.
+/// Loads a program that returns the shot's verdict and performs only this operation on the tunnel header.
 fn beside(shot: &Shot, header: Option<Header>) -> Result<OwnedFd> {
     let mut code = vec![copy(CONTEXT, 1)];
     let at = -(KEY_LEN as i16) - 4;
@@ -271,12 +271,12 @@ fn beside(shot: &Shot, header: Option<Header>) -> Result<OwnedFd> {
             code.extend([mov(2, bytes), mov(3, ROOM_MAC)]);
             code.extend([instruction(LOAD_LONG, 4, 0, 0, low), instruction(0, 0, 0, 0, high), call(ADJUST_ROOM)]);
             if bytes < 0 {
-                // The card's result for the outer checksum is removed with the header.
+                // The network card's result for the outer checksum is removed with the header.
                 then.extend([copy(1, CONTEXT), mov(2, LEVEL_DOWN), call(CSUM_LEVEL)]);
             }
         }
     }
-    // If the kernel refuses, its error is the verdict.
+    // If the helper fails, its error is the verdict.
     then.push(mov(0, shot.verdict as i32));
     code.push(instruction(JUMP_IF_NOT, 0, 0, then.len() as i16, 0));
     code.extend(then);
@@ -297,7 +297,7 @@ fn front(shot: &Shot, targets: &OwnedFd) -> Result<Vec<u64>> {
     if let Some((source, id)) = shot.tunnel {
         let mut key = [0; KEY_LEN];
         key[..4].copy_from_slice(&id.to_ne_bytes());
-        // A received packet has its sender where a packet to be sent has the local address.
+        // The outer source is `remote_ipv4` in a received packet's key, but `local_ipv4` in the key of a packet to be sent.
         key[KEY_LOCAL..KEY_LOCAL + 4].copy_from_slice(&source.to_bits().to_ne_bytes());
         let at = -(KEY_LEN as i16) - 4;
         code.extend(store(FP, at, &key));

@@ -27,7 +27,7 @@ pub struct Browser {
 }
 
 impl Browser {
-    /// Starts it; the window has this size.
+    /// Starts the browser with a window of this size.
     pub fn start(lab: &Lab, ns: &NetNs, (width, height): (u32, u32)) -> Result<Browser> {
         let mut command = ns.command(DRIVER);
         command.arg(format!("--port={}", LISTENS.rsplit(':').next().unwrap_or_default()));
@@ -47,7 +47,7 @@ impl Browser {
         Ok(browser)
     }
 
-    /// Goes to a page.
+    /// Opens a page.
     pub fn open(&self, url: &str) -> Result<()> {
         self.of_session("POST", "url", Some(&json!({"url": url}))).map(drop)
     }
@@ -57,7 +57,7 @@ impl Browser {
         self.of_session("POST", "execute/sync", Some(&json!({"script": script, "args": []})))
     }
 
-    /// Writes a picture of the window as PNG.
+    /// Writes a screenshot of the window as PNG.
     pub fn screenshot(&self, file: &Path) -> Result<()> {
         let picture = self.of_session("GET", "screenshot", None)?;
         let text = picture.as_str().context("no picture")?;
@@ -84,7 +84,7 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // It ends Chromium.
+        // Deleting the session ends Chromium.
         self.request("DELETE", &format!("/session/{}", self.session), None).ok();
     }
 }

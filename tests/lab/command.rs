@@ -1,4 +1,4 @@
-//! Runs short programs, and returns their output or an error with what they printed.
+//! Runs short programs and returns their output, or an error that contains it.
 
 use std::io::Write;
 use std::path::Path;
@@ -6,10 +6,10 @@ use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-/// What starts a program in another network namespace ([`NetNs::command`](crate::netns::NetNs::command)).
+/// The program that starts another in a network namespace ([`NetNs::command`](crate::netns::NetNs::command)).
 pub(crate) const ENTER: &str = "nsenter";
 
-/// The program that `command` runs, in whatever network namespace.
+/// Returns the program that `command` runs, even if in another network namespace.
 pub(crate) fn program(command: &Command) -> &Path {
     let itself = command.get_program();
     let entered = if itself == ENTER { command.get_args().nth(1) } else { None };
@@ -27,7 +27,7 @@ pub fn feed(command: &mut Command, input: &str) -> Result<()> {
     ask(command, input).map(drop)
 }
 
-/// The same; returns its standard output.
+/// Like [`feed`], but returns the standard output.
 pub fn ask(command: &mut Command, input: &str) -> Result<String> {
     let mut child = command
         .stdin(Stdio::piped())

@@ -1,5 +1,5 @@
-//! Frames at drivers (XDP): a generator that sends them as fast as it can, a sink that counts and drops them, and a program that does nothing but
-//! redirect. With them the cost of a gateway's path is measured without sockets at either end.
+//! XDP programs at drivers: a generator that sends frames at full speed, a sink that counts and drops them, and a
+//! program that only redirects them. They measure the cost of a gateway's path without sockets at either end.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -14,7 +14,7 @@ use crate::bpf::{
 };
 use crate::netns::NetNs;
 
-/// Commands of bpf(2), and what they take.
+/// Commands of bpf(2), and types of maps and programs.
 const MAP_CREATE: u32 = 0;
 const LINK_CREATE: u32 = 28;
 const MAP_TYPE_ARRAY: u32 = 2;
@@ -23,10 +23,10 @@ const PROG_TYPE_XDP: u32 = 6;
 const ATTACH_XDP: u32 = 37;
 const DRIVER_MODE: u32 = 1 << 2;
 const LIVE_FRAMES: u32 = 1 << 1;
-/// Frames that the generator makes at once.
+/// The number of frames that the generator makes in one batch.
 const BATCH: u32 = 64;
 
-/// Verdicts and helpers.
+/// XDP verdicts and numbers of BPF helpers.
 const DROP: i32 = 1;
 const PASS: i32 = 2;
 const TX: i32 = 3;
@@ -39,7 +39,7 @@ const CONTEXT_LEN: usize = 24;
 const CONTEXT_DATA_END: usize = 4;
 const CONTEXT_IFINDEX: usize = 12;
 
-/// A program at a driver; detached when dropped.
+/// A program attached to a driver; detached when dropped.
 #[derive(Debug)]
 pub struct Attached(#[expect(dead_code, reason = "the link goes with its descriptor")] OwnedFd);
 
@@ -55,7 +55,7 @@ fn attach(ns: &NetNs, interface: &str, program: &OwnedFd) -> Result<Attached> {
     link.map(Attached).with_context(|| format!("no XDP program at {interface} of {}", ns.name()))
 }
 
-/// Instructions for a frame that has these bytes at an offset; any other one passes.
+/// Returns code that runs `body` on frames with these bytes at this offset, and passes all others.
 fn for_frames((at, bytes): (i16, [u8; 4]), body: &[u64]) -> Vec<u64> {
     let end = i32::from(at) + 4;
     let mut code = vec![load_word(DATA, 1, XDP_DATA), load_word(3, 1, XDP_DATA_END), copy(4, DATA)];
@@ -69,13 +69,13 @@ fn for_frames((at, bytes): (i16, [u8; 4]), body: &[u64]) -> Vec<u64> {
     code
 }
 
-/// Redirects the frames with these bytes at an offset from one interface to another, both of one namespace.
+/// Redirects frames with these bytes at an offset from one interface to another one of the same namespace.
 pub fn redirect(ns: &NetNs, [from, to]: [&str; 2], mark: (i16, [u8; 4])) -> Result<Attached> {
     let body = [mov(1, ns.ifindex(to)?.cast_signed()), mov(2, 0), call(REDIRECT), EXIT];
     attach(ns, from, &load_as(PROG_TYPE_XDP, &for_frames(mark, &body))?)
 }
 
-/// Counts and drops the frames that an interface receives with these bytes at an offset.
+/// Counts and drops received frames with these bytes at an offset.
 #[derive(Debug)]
 pub struct Sink {
     _attached: Attached,
@@ -83,7 +83,7 @@ pub struct Sink {
 }
 
 impl Sink {
-    /// Begins to drop them.
+    /// Attaches the sink to `interface`.
     pub fn open(ns: &NetNs, interface: &str, mark: (i16, [u8; 4])) -> Result<Sink> {
         let mut attr = Attr::default();
         [(0, MAP_TYPE_ARRAY), (4, 4), (8, 8), (12, 1)].into_iter().for_each(|(at, value)| attr.u32(at, value));
@@ -107,7 +107,7 @@ impl Sink {
         Ok(Sink { _attached, counter })
     }
 
-    /// How many there were.
+    /// Returns the number of frames dropped so far.
     pub fn count(&self) -> Result<u64> {
         bpf::number(&self.counter)
     }
@@ -121,7 +121,7 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// Makes one for this frame. The program rewrites it each time, since the kernel reuses the memory as it was left.
+    /// Creates a generator for this frame. The program rewrites the frame on every run, since the kernel reuses modified buffers.
     pub fn new(frame: &[u8]) -> Result<Generator> {
         let bytes: Vec<u64> = store(DATA, 0, frame).collect();
         let mut code = vec![load_word(DATA, 1, XDP_DATA), load_word(3, 1, XDP_DATA_END), copy(4, DATA)];
@@ -132,7 +132,7 @@ impl Generator {
         Ok(Generator { program: load_as(PROG_TYPE_XDP, &code)?, frame: frame.to_vec() })
     }
 
-    /// Sends this many out of an interface: the other end receives them.
+    /// Sends the frame `count` times out of an interface: the other end receives them.
     pub fn send(&self, ns: &NetNs, interface: &str, count: u32) -> Result<()> {
         let mut context = [0u8; CONTEXT_LEN];
         let length = (self.frame.len() as u32).to_ne_bytes();

@@ -1,6 +1,6 @@
-//! Small eBPF programs at an interface's hooks, as other software on a node attaches them. TCX needs Linux 6.6.
+//! Small eBPF programs at an interface's hooks, like those that other software on a node attaches. TCX needs Linux 6.6.
 //!
-//! They are written as instructions and loaded by plain system calls, so that the lab needs no compiler and no library.
+//! They are written as instructions and loaded by raw system calls, so that the lab needs no compiler and no library.
 
 use std::ffi::CString;
 use std::net::Ipv4Addr;
@@ -12,67 +12,67 @@ use anyhow::{Context, Result};
 
 use crate::netns::NetNs;
 
-/// Which packets of an interface.
+/// The direction of an interface's packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// Those that come in.
+    /// Incoming packets.
     Ingress,
-    /// Those that go out.
+    /// Outgoing packets.
     Egress,
 }
 
-/// What a program does with every packet.
+/// The action of a program on every packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HookAction {
     /// Leaves it to the next program (`TCX_NEXT`).
     Next,
     /// Ends the chain: the packet passes, and no later program sees it (`TCX_PASS`).
     End,
-    /// Delivers it to the namespace at the other end of this veth (`bpf_redirect_peer`), by its index.
+    /// Delivers it to the namespace at the other end of the veth with this index (`bpf_redirect_peer`).
     ToPeer(u32),
-    /// Sends IP packets for global addresses out of this interface, by the routing table (`bpf_redirect_neigh`), like a CNI that
-    /// routes by itself; leaves others to the next program.
+    /// Sends IP packets for global addresses out of the interface with this index, by the routing table
+    /// (`bpf_redirect_neigh`), like a CNI that routes by itself; leaves other packets to the next program.
     ToNeighbour(u32),
     /// Drops it (`TCX_DROP`).
     Drop,
-    /// Gives IPv4 packets of the first address the second one as their source, and leaves all to the next program.
+    /// Replaces the source of IPv4 packets from the first address with the second one, and leaves all packets to the next program.
     Masquerade(Ipv4Addr, Ipv4Addr),
 }
 
-/// Where among the programs at a hook.
+/// A position among the programs at a hook.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChainPosition {
-    /// Before all existing ones.
+    /// Before all existing programs.
     First,
-    /// After all existing ones.
+    /// After all existing programs.
     Last,
 }
 
-/// How a program is attached.
+/// The mechanism by which a program is attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Means {
-    /// By a TCX link.
+    /// A TCX link.
     Tcx,
-    /// As a filter of a clsact qdisc. The qdisc is created if there is none, and stays. TCX programs see packets before every
-    /// filter.
+    /// A filter of a clsact qdisc. The qdisc is created if it does not exist, and stays. TCX programs see packets
+    /// before every filter.
     Clsact,
 }
 
 impl Means {
-    /// Both.
+    /// Both mechanisms.
     pub const BOTH: [Means; 2] = [Means::Tcx, Means::Clsact];
 }
 
-/// An attached program. It is detached when this is dropped.
+/// An attached program, detached when this is dropped.
 #[derive(Debug)]
 pub enum Hooked {
-    /// By a link.
+    /// A link.
     Link(OwnedFd),
-    /// As a filter.
+    /// A filter.
     Filter(Filter),
 }
 
-/// A filter of a clsact qdisc. It is removed when this is dropped.
+/// A filter of a clsact qdisc, removed when this is dropped.
 #[derive(Debug)]
 pub struct Filter {
     ns: NetNs,
@@ -105,14 +105,14 @@ const ADD: u8 = 0x07;
 const LOAD_BYTE: u8 = 0x71;
 const LOAD_WORD: u8 = 0x61;
 const STORE_WORD: u8 = 0x62;
-/// Helpers.
+/// Numbers of BPF helpers.
 const STORE_BYTES: i32 = 9;
 const L3_CHECKSUM: i32 = 10;
 const L4_CHECKSUM: i32 = 11;
 const LOAD_BYTES: i32 = 26;
 const REDIRECT_NEIGHBOUR: i32 = 152;
 const REDIRECT_PEER: i32 = 155;
-/// Offset of `protocol` in `struct __sk_buff`, and its values.
+/// The offset of `protocol` in `struct __sk_buff`, and its values.
 const PROTOCOL: i16 = 16;
 const IPV4: i32 = 0x0800_u16.to_be() as i32;
 const IPV6: i32 = 0x86dd_u16.to_be() as i32;
@@ -128,7 +128,7 @@ const XDP_PROGRAM: u32 = 6;
 const XDP: u32 = 37;
 /// `XDP_PASS`.
 const XDP_PASS: i32 = 2;
-/// `XDP_FLAGS_SKB_MODE`: any device supports it.
+/// `XDP_FLAGS_SKB_MODE`, which every device supports.
 const GENERIC: u32 = 1 << 1;
 const BEFORE: u32 = 1 << 3;
 const AFTER: u32 = 1 << 4;
@@ -165,12 +165,12 @@ struct Pin {
     flags: u32,
 }
 
-/// Attaches a program that does `action`, before all existing ones.
+/// Attaches a program that performs `action`, before all existing programs.
 pub fn hook(ns: &NetNs, interface: &str, side: Side, action: HookAction) -> Result<Hooked> {
     hook_at(ns, interface, side, action, ChainPosition::First)
 }
 
-/// Attaches a program that does `action`, by these means.
+/// Attaches a program that performs `action`, by this mechanism.
 pub fn hook_by(
     means: Means,
     ns: &NetNs,
@@ -185,7 +185,7 @@ pub fn hook_by(
     }
 }
 
-/// Attaches a program that does `action`, as a filter. Of all filters of priority 1, the newest is the first.
+/// Attaches a program that performs `action` as a filter. The newest filter of priority 1 runs first.
 fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Filter> {
     static HANDLE: AtomicU32 = AtomicU32::new(1);
     let program = load(side, action).context("cannot load a program")?;
@@ -193,7 +193,7 @@ fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, positi
     let side = if side == Side::Ingress { "ingress" } else { "egress" };
     let priority = if position == ChainPosition::First { 1 } else { 50_000 };
     let name = format!("dev {interface} {side} prio {priority} handle {handle:#x} protocol all");
-    // `tc` takes a program by the name of a pin.
+    // `tc` takes a program by the path of its pin.
     let pin = format!("{}/lab-hook-{}-{handle}", crate::scope::BPFFS, std::process::id());
     let path = CString::new(pin.clone())?;
     let pinned = Pin { path: path.as_ptr() as u64, fd: program.as_raw_fd().cast_unsigned(), flags: 0 };
@@ -207,7 +207,7 @@ fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, positi
     Ok(Filter { ns: ns.clone(), name })
 }
 
-/// Attaches a program that does `action`, by a TCX link.
+/// Attaches a program that performs `action`, by a TCX link.
 pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Hooked> {
     let program = load(side, action).context("cannot load a program")?;
     let ifindex = ns.ifindex(interface)?;
@@ -223,7 +223,7 @@ pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, posi
     Ok(Hooked::Link(link))
 }
 
-/// Attaches an XDP program that lets everything pass.
+/// Attaches an XDP program that passes every packet.
 pub fn hook_xdp(ns: &NetNs, interface: &str) -> Result<Hooked> {
     let code = [Instruction(MOVE, 0, 0, XDP_PASS), Instruction(EXIT, 0, 0, 0)];
     let program = load_code(XDP_PROGRAM, XDP, &code).context("cannot load an XDP program")?;
@@ -272,12 +272,12 @@ fn load_code(kind: u32, attach: u32, code: &[Instruction]) -> io::Result<OwnedFd
     bpf(PROG_LOAD, &load)
 }
 
-/// `register = register`: destination in the lower half of the byte, source in the upper one.
+/// Encodes the registers of an instruction: destination in the lower half of the byte, source in the upper half.
 const fn both(dst: u8, src: u8) -> u8 {
     src << 4 | dst
 }
 
-/// Loads bytes of the frame to the top of the stack; the context is in register 6.
+/// Returns code that loads bytes of the frame to the top of the stack; expects the context in register 6.
 fn load_bytes(offset: i32, length: i32) -> Vec<Instruction> {
     vec![
         Instruction(COPY, both(1, 6), 0, 0),
@@ -289,7 +289,7 @@ fn load_bytes(offset: i32, length: i32) -> Vec<Instruction> {
     ]
 }
 
-/// Puts the context into register 6 and the EtherType into register 2.
+/// Returns code that puts the context into register 6 and the EtherType into register 2.
 fn prologue() -> Vec<Instruction> {
     vec![Instruction(COPY, both(6, 1), 0, 0), Instruction(LOAD_WORD, both(2, 1), PROTOCOL, 0)]
 }
@@ -305,7 +305,7 @@ fn to_neighbour(index: u32) -> Vec<Instruction> {
         Instruction(CALL, 0, 0, REDIRECT_NEIGHBOUR),
         Instruction(EXIT, 0, 0, 0),
     ];
-    // The first byte of an IPv6 packet's destination; the lab's global addresses begin with 2001.
+    // The first byte of an IPv6 destination. The lab's global addresses begin with 2001.
     let mut global = load_bytes(38, 1);
     global.push(Instruction(LOAD_BYTE, both(2, 10), -8, 0));
     global.push(Instruction(UNLESS_EQUAL, 2, redirect.len() as i16, 0x20));
@@ -317,7 +317,7 @@ fn to_neighbour(index: u32) -> Vec<Instruction> {
 }
 
 fn masquerade(from: Ipv4Addr, to: Ipv4Addr) -> Vec<Instruction> {
-    // As they are in the frame.
+    // The addresses in the frame's byte order.
     let [from, to] = [from, to].map(|address| i32::from_ne_bytes(address.octets()));
     let checksum = |helper, offset, flags| {
         [
@@ -354,12 +354,12 @@ fn masquerade(from: Ipv4Addr, to: Ipv4Addr) -> Vec<Instruction> {
 
 fn bpf<T>(command: i64, attributes: &T) -> io::Result<OwnedFd> {
     let fd = call(command, attributes)?;
-    // SAFETY: fd is open and owned by nobody else.
+    // SAFETY: fd is open, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 fn call<T>(command: i64, attributes: &T) -> io::Result<i32> {
-    // SAFETY: the attributes have the layout that the command expects, and what they point to lives until it returns.
+    // SAFETY: the attributes have the layout that the command expects, and their pointers stay valid until it returns.
     let result = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(attributes), size_of::<T>()) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
 }

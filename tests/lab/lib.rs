@@ -1,9 +1,9 @@
-//! Topologies, captures and traffic that demo, tests and benchmark share.
+//! Topologies, captures and traffic, shared by demo, tests and benchmark.
 //!
 //! A [`topology::Lab`] is a small cluster made of network namespaces; [`process`] runs Spillway's programs in it,
-//! [`traffic`] makes pods exchange traffic with the outside, [`capture`] records what passes, [`wait`] waits for
-//! conditions. To the lab, Spillway is only programs to start: it depends on none of its crates. Needs root, `ip` and
-//! `nft`: elsewhere [`Builder::run`] skips the test. Tests that need them outside of it begin with [`require_root!`].
+//! [`traffic`] makes pods exchange traffic with the outside, [`capture`] records packets, and [`wait`] waits for
+//! conditions. The lab starts Spillway's programs but depends on none of its crates. It needs root, `ip` and `nft`;
+//! without them, [`Builder::run`] skips the test. Tests that need them outside of it begin with [`require_root!`].
 //!
 //! ```no_run
 //! use std::time::Duration;

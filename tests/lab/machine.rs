@@ -1,7 +1,7 @@
-//! Shares the machine between tests: a test that makes load or is strict about time has it alone.
+//! Shares the machine between tests. A test that generates load or depends on timing gets the machine alone.
 //!
-//! All tests of a binary may begin at once: in one process, those that want the machine alone come first, one after the other, and then a few
-//! at a time the others. So nobody waits for others to end again and again. Processes share it by locks of a file.
+//! All tests of a binary may start concurrently. Within a process, the tests that need the machine alone run first, sequentially, followed
+//! by the others, a few at a time, so that tests do not wait for each other repeatedly. Processes share the machine by file locks.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -14,16 +14,16 @@ use nix::fcntl::{Flock, FlockArg};
 use crate::scope::{LABS, Scope};
 use crate::wait::wait_for;
 
-/// Set if every test must have the machine alone: when a failed one is retried.
+/// Set if every test must have the machine alone: on the retry of a failed test.
 const ALONE: &str = "SPILLWAY_TEST_ALONE";
 
-/// How many tests of one process share the machine at once. They mostly wait, so these are more than processors.
+/// The number of tests of a process that share the machine. They mostly wait, so the number may exceed that of processors.
 const AT_ONCE: usize = 6;
 
-/// How long the kernel may take for what earlier labs have left.
+/// The time that the kernel may take to remove the namespaces of earlier labs.
 const REMOVALS: Duration = Duration::from_secs(60);
 
-/// The tests of this process.
+/// The turns of this process's tests.
 static TURNS: Turns = Turns::new();
 
 /// A share of the machine, released when dropped: first the lock, then the turn.
@@ -45,10 +45,10 @@ pub fn take(alone: bool) -> Result<Share> {
     Ok(Share(lock, turn))
 }
 
-/// Waits until the kernel has removed the namespaces of earlier labs, which it does later, in the background, and which costs others packets.
+/// Waits until the kernel has removed the namespaces of earlier labs. It does so later, in the background, which costs other labs packets.
 ///
-/// It removes namespaces in groups (`cleanup_net`): what has come together while it removed the group before. The first namespace removed
-/// here may be in a group with those of earlier labs. The second one comes after them.
+/// The kernel removes namespaces in groups (`cleanup_net`): those that accumulated while it removed the previous group.
+/// The first namespace removed here may share a group with those of earlier labs. The second one comes after them.
 fn wait_for_removals() -> Result<()> {
     let mut scope = Scope::open()?;
     let outside = scope.namespace("outside")?;
@@ -64,7 +64,7 @@ fn wait_for_removals() -> Result<()> {
     Ok(())
 }
 
-/// Waits for the other processes. Waiters hold a second lock, so that nobody overtakes them and one that wants the machine alone gets it.
+/// Waits for the other processes. A waiter holds a second lock, so that none overtakes it and requests for exclusive use do not starve.
 fn lock(folder: &Path, alone: bool) -> Result<Flock<File>> {
     let lock = |name: &str, how: FlockArg| {
         let path = folder.join(name);
@@ -75,7 +75,7 @@ fn lock(folder: &Path, alone: bool) -> Result<Flock<File>> {
     lock("machine", if alone { FlockArg::LockExclusive } else { FlockArg::LockShared })
 }
 
-/// Whose turn it is in one process.
+/// Assigns turns to the tests of one process.
 #[derive(Debug)]
 struct Turns {
     counts: Mutex<Counts>,
@@ -84,13 +84,13 @@ struct Turns {
 
 #[derive(Debug)]
 struct Counts {
-    /// Tests that have the machine alone, or wait for it.
+    /// The number of tests that have the machine alone or wait for it.
     alone: usize,
-    /// Tests that share it.
+    /// The number of tests that share it.
     sharing: usize,
 }
 
-/// One test's turn, over when dropped.
+/// A test's turn, which ends when dropped.
 #[derive(Debug)]
 struct Turn<'a> {
     turns: &'a Turns,
@@ -102,7 +102,7 @@ impl Turns {
         Self { counts: Mutex::new(Counts { alone: 0, sharing: 0 }), changed: Condvar::new() }
     }
 
-    /// Waits. Those that get the machine alone have their turn together: the file's lock puts them in sequence.
+    /// Waits for a turn. Tests that need the machine alone may have turns concurrently: the file lock puts them in sequence.
     fn take(&self, alone: bool) -> Turn<'_> {
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         counts.alone += usize::from(alone);
@@ -132,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// Long enough for a thread to start, short enough to wait for what must not happen.
+    /// Long enough for a thread to start, short enough to wait for an event that must not happen.
     const A_WHILE: Duration = Duration::from_millis(200);
 
     #[test]

@@ -1,6 +1,6 @@
-//! The directory of YAML files that controller and agents read: the lab's nodes, namespaces and pods, and what a test adds.
+//! The directory of YAML files that controller and agents read: the lab's nodes, namespaces and pods, and a test's own objects.
 //!
-//! Files are replaced atomically, by renaming a hidden one, so that a reader never sees half of a file.
+//! Files are replaced atomically, by renaming a hidden file, so that a reader never sees a partial file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,13 +18,13 @@ pub struct Manifests {
 }
 
 impl Manifests {
-    /// Makes the directory.
+    /// Creates the directory.
     pub fn create(dir: &Path) -> Result<Manifests> {
         fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
         Ok(Manifests { dir: dir.to_owned() })
     }
 
-    /// The directory, for `--manifests`.
+    /// Returns the directory, for `--manifests`.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -42,30 +42,30 @@ impl Manifests {
         fs::remove_file(self.path(name)).with_context(|| format!("cannot remove {}", self.path(name).display()))
     }
 
-    /// The text of `<name>.yaml`.
+    /// Returns the text of `<name>.yaml`.
     pub fn read(&self, name: &str) -> Result<String> {
         fs::read_to_string(self.path(name)).with_context(|| format!("cannot read {}", self.path(name).display()))
     }
 
-    /// The text of what Spillway wrote about an object: `.spillway/<kind>/<name>.yaml`, or `None` if it has not yet.
+    /// Returns the file `.spillway/<kind>/<name>.yaml` that Spillway wrote about an object, or `None` if it does not exist.
     pub fn written(&self, kind: &str, name: &str) -> Option<String> {
         fs::read_to_string(self.dir.join(".spillway").join(kind).join(format!("{name}.yaml"))).ok()
     }
 
-    /// The same as an object.
+    /// Like [`Self::written`], but parses the text.
     fn written_object(&self, kind: &str, name: &str) -> Result<Option<Value>> {
         let parse = |text: String| serde_saphyr::from_str(&text).with_context(|| format!("{kind} {name}"));
         self.written(kind, name).map(parse).transpose()
     }
 
-    /// All egress IPs, sorted by address: IPv4 first.
+    /// Returns all egress IPs, sorted by address, IPv4 first.
     pub fn egress_ips(&self) -> Result<Vec<EgressIp>> {
         let names = self.written_names("EgressIP");
         let objects = names.iter().filter_map(|name| self.written_object("EgressIP", name).transpose());
         EgressIp::all(&objects.collect::<Result<Vec<_>>>()?)
     }
 
-    /// Why a policy is not in force yet, in the controller's words; `None` when it is.
+    /// Returns the controller's reason why a policy is not in force yet, or `None` if it is.
     pub fn obstacle(&self, policy: &str) -> Result<Option<String>> {
         let Some(object) = self.written_object("status/EgressGatewayPolicy", policy)? else {
             return Ok(Some("the controller has not looked at it yet".to_owned()));
@@ -78,7 +78,7 @@ impl Manifests {
         })
     }
 
-    /// Replaces what Spillway wrote about an object, as an attacker who controls a writer could.
+    /// Replaces a file that Spillway wrote about an object, as an attacker who controls a writer could.
     pub fn forge(&self, kind: &str, name: &str, text: &str) -> Result<()> {
         let directory = self.dir.join(".spillway").join(kind);
         let (hidden, file) = (directory.join(format!(".{name}.new")), directory.join(format!("{name}.yaml")));
@@ -87,7 +87,7 @@ impl Manifests {
             .with_context(|| format!("cannot write {}", file.display()))
     }
 
-    /// The names of what Spillway wrote of a kind, sorted.
+    /// Returns the sorted names of the objects of a kind that Spillway wrote.
     pub fn written_names(&self, kind: &str) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.dir.join(".spillway").join(kind)) else { return Vec::new() };
         let mut names: Vec<String> = entries
@@ -128,7 +128,7 @@ impl Manifests {
         self.write(&format!("namespace-{name}"), &yaml(&object))
     }
 
-    /// Writes the Pod object of `pod`; without addresses, as before the CNI has run, when `addressed` is false.
+    /// Writes the Pod object of `pod`. If `addressed` is false, it has no addresses, as before the CNI has run.
     pub fn pod(&self, pod: &Pod, addressed: bool) -> Result<()> {
         let status = if addressed {
             json!({"phase": "Running", "podIP": pod.ips.v4.to_string(),
@@ -160,7 +160,7 @@ fn pod_file(namespace: &str, name: &str) -> String {
     format!("pod-{namespace}-{name}")
 }
 
-/// Block-style YAML of plain data, as a user would write it, for inspecting a lab that was kept.
+/// Formats plain data as block-style YAML, as a user would write it, for inspecting a lab that was kept.
 fn yaml(value: &Value) -> String {
     let mut text = String::new();
     write_yaml(value, 0, &mut text);
@@ -176,7 +176,7 @@ fn write_yaml(value: &Value, indent: usize, out: &mut String) {
         }
         Value::Array(list) if !list.is_empty() => {
             for value in list {
-                // Elements in flow style: they are small here.
+                // Elements are small here, so they are in flow style.
                 out.push_str(&format!("{:indent$}- {value}\n", ""));
             }
         }
@@ -196,7 +196,7 @@ fn entry(head: &str, value: &Value, indent: usize, out: &mut String) {
     }
 }
 
-/// A scalar, quoted unless it can only be read as a string.
+/// Formats a scalar, quoted unless it can only be read as a string.
 fn scalar(value: &Value) -> String {
     match value {
         Value::String(text)

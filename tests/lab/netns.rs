@@ -1,8 +1,8 @@
-//! Named network namespaces: create, enter on a thread, run programs in, remove.
+//! Named network namespaces: creates and removes them, enters them on a thread, runs programs in them.
 //!
 //! Namespaces are bound to files in /run/netns, so `ip -n NAME` and `nsenter --net=` work on them. Only the network is
-//! separated: a program that runs in one sees the same files, /sys/fs/bpf included (which `ip netns exec` would hide).
-//! This module knows nothing of labs; [`crate::scope`] decides who owns a namespace and when it is removed.
+//! separate: a program in a namespace sees the same files, including /sys/fs/bpf (which `ip netns exec` would hide).
+//! This module does not depend on labs: [`crate::scope`] decides who owns a namespace and when it is removed.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -22,28 +22,28 @@ use nix::sched::{CloneFlags, setns, unshare};
 use crate::command;
 use crate::wait::wait_until;
 
-/// Where namespaces are bound, as in iproute2.
+/// The directory where namespaces are bound, as in iproute2.
 pub const NETNS_DIR: &str = "/run/netns";
 
-/// Links come up within milliseconds, or the kernel has delayed them by a second.
+/// Links come up within milliseconds, or the kernel delays them by a second.
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The flag and the scope in /proc/net/if_inet6.
+/// The flag of tentative addresses and the scope of link-local ones in /proc/net/if_inet6.
 const IFA_F_TENTATIVE: u32 = 0x40;
 const LINK_LOCAL: &str = "20";
 
-/// A handle of a network namespace. Clones are handles of the same one; dropping them removes nothing.
+/// A handle of a network namespace. Clones refer to the same namespace; dropping a handle does not remove it.
 #[derive(Clone, Debug)]
 pub struct NetNs {
     name: Arc<str>,
-    /// The file that stands for it.
+    /// The file that represents it.
     path: Arc<Path>,
     file: Arc<File>,
 }
 
 impl NetNs {
-    /// Makes the namespace `name`, with its loopback up and IPv6 addresses usable at once. One of that name that is left
-    /// over from a dead process is removed first.
+    /// Creates the namespace `name`, with its loopback up and duplicate address detection off, so that IPv6 addresses
+    /// are usable immediately. First removes a namespace of that name that a dead process left behind.
     pub fn create(name: &str) -> Result<NetNs> {
         let path = path_of(name);
         fs::create_dir_all(NETNS_DIR).with_context(|| format!("cannot make {NETNS_DIR}"))?;
@@ -70,29 +70,29 @@ impl NetNs {
         Ok(ns)
     }
 
-    /// A handle of an existing namespace.
+    /// Opens an existing namespace.
     pub fn open(name: &str) -> Result<NetNs> {
         Self::open_file(name, &path_of(name))
     }
 
-    /// A handle of a namespace by the file that stands for it, such as `/proc/1/ns/net`, with a name for messages.
+    /// Opens a namespace by the file that represents it, such as `/proc/1/ns/net`. The name is for messages.
     pub fn open_file(name: &str, path: &Path) -> Result<NetNs> {
         let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
         Ok(NetNs { name: name.into(), path: path.into(), file: Arc::new(file) })
     }
 
-    /// The name in /run/netns.
+    /// Returns the name in /run/netns.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Moves the calling thread into this namespace for good. Meant for threads that are made for it.
+    /// Moves the calling thread into this namespace permanently. Meant for threads created for it.
     pub fn enter_thread(&self) -> Result<()> {
         setns(self.file.as_fd(), CloneFlags::CLONE_NEWNET)
             .with_context(|| format!("cannot enter namespace {}", self.name))
     }
 
-    /// Runs `work` on a thread of its own in this namespace and waits for it. A panic of `work` is an error.
+    /// Runs `work` on a new thread in this namespace and waits for it. A panic of `work` is an error.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         on_thread(&self.name, || {
             self.enter_thread()?;
@@ -116,16 +116,16 @@ impl NetNs {
             .with_context(|| format!("cannot start thread {name} in {}", self.name))
     }
 
-    /// A command that will run in this namespace, with the caller's file system. `nsenter` moves it there: a closure between fork and exec
-    /// would make the standard library copy the page tables of the whole test process for every short program.
+    /// Returns a command that runs in this namespace, with the caller's file system. `nsenter` moves it there: a closure between
+    /// fork and exec would make the standard library copy the page tables of the whole test process for every short program.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
         let mut command = Command::new(command::ENTER);
         command.arg(format!("-n{}", self.path.display())).arg(program.as_ref());
         command
     }
 
-    /// Runs lines of `ip -batch` here, IPv4 and IPv6 (`-6` before a line's object is not accepted there, so the address
-    /// must imply the family). The first line that fails ends it with an error that names the line.
+    /// Runs lines of `ip -batch` here, for IPv4 and IPv6 (a batch line does not accept `-6`, so the address must imply
+    /// the family). Stops at the first line that fails, with an error that names the line.
     pub fn ip(&self, lines: &[String]) -> Result<()> {
         if lines.is_empty() {
             return Ok(());
@@ -141,7 +141,7 @@ impl NetNs {
             .with_context(|| format!("nft in {}: {script}", self.name))
     }
 
-    /// Runs a shell script here and returns what it printed.
+    /// Runs a shell script here and returns its output.
     pub fn sh(&self, script: &str) -> Result<String> {
         command::output(self.command("/bin/sh").args(["-euc", script]))
             .with_context(|| format!("in {}: {script}", self.name))
@@ -158,7 +158,7 @@ impl NetNs {
         })
     }
 
-    /// The index of an interface of this namespace, or an error if there is none of that name.
+    /// Returns the index of an interface of this namespace.
     pub fn ifindex(&self, interface: &str) -> Result<u32> {
         self.run(|| {
             nix::net::if_::if_nametoindex(interface)
@@ -166,7 +166,7 @@ impl NetNs {
         })
     }
 
-    /// The MAC address of an interface of this namespace.
+    /// Returns the MAC address of an interface of this namespace.
     pub fn mac(&self, interface: &str) -> Result<[u8; 6]> {
         self.run(|| {
             let mut all = getifaddrs()?.filter(|one| one.interface_name == interface);
@@ -176,7 +176,7 @@ impl NetNs {
     }
 
     /// Waits until `interfaces` can send and receive. The kernel learns of a carrier with a delay, and silently drops
-    /// what is sent before, including neighbour solicitations, which are repeated after a second.
+    /// packets sent before, including neighbour solicitations, which are repeated after a second.
     pub fn wait_running<N: AsRef<str> + Sync>(&self, interfaces: &[N]) -> Result<()> {
         let running = || {
             let running = getifaddrs()?.filter(|one| one.flags.contains(InterfaceFlags::IFF_RUNNING));
@@ -185,8 +185,8 @@ impl NetNs {
         self.wait_each(interfaces, "is running", running)
     }
 
-    /// Waits until `interfaces` run and answer for all IPv6 addresses that they have been given, the link-local one
-    /// included: the kernel begins that a moment after `ip` has returned.
+    /// Waits until `interfaces` run and answer for all their IPv6 addresses, including the link-local address: the
+    /// kernel starts to do so shortly after `ip` has returned.
     pub fn wait_addressed<N: AsRef<str> + Sync>(&self, interfaces: &[N]) -> Result<()> {
         self.wait_running(interfaces)?;
         let addressed = || {
@@ -224,10 +224,10 @@ impl NetNs {
     }
 }
 
-/// Removes the namespace `name`. Its kernel object is freed when the last thread, process and socket in it has ended.
+/// Removes the namespace `name`. The kernel frees it when the last thread, process and socket in it has ended.
 pub fn remove(name: &str) -> Result<()> {
     let path = path_of(name);
-    // An interrupted creation leaves a file that nothing is bound to: EINVAL then.
+    // After an interrupted creation, nothing is bound to the file, and this fails with EINVAL.
     nix::mount::umount2(&path, MntFlags::MNT_DETACH).ok();
     fs::remove_file(&path).with_context(|| format!("cannot remove namespace {name}"))
 }

@@ -15,10 +15,10 @@ use crate::wait::wait_for;
 
 const NAME: &str = "nfcapd";
 const START: Duration = Duration::from_secs(20);
-/// The seconds after which a file is finished and can be read; nfcapd refuses less.
+/// The seconds after which a file is complete and can be read: the minimum of nfcapd.
 const ROTATION: &str = "2";
 
-/// Why it cannot run here, if so.
+/// Returns the reason why no collector can run here, if there is one.
 pub fn obstacle() -> Option<&'static str> {
     Command::new(NAME).arg("-V").output().is_err().then_some("nfcapd is missing: apt-get install nfdump")
 }
@@ -31,10 +31,10 @@ pub struct Nfcapd {
 }
 
 impl Nfcapd {
-    /// Where it listens, in the namespace in which it runs.
+    /// The address and port where it listens, in its namespace.
     pub const LISTENS: &str = "127.0.0.1:4739";
 
-    /// Starts it.
+    /// Starts a collector in a namespace.
     pub fn start(lab: &Lab, ns: &NetNs) -> Result<Nfcapd> {
         let dir = lab.dir().join(format!("{NAME}-{}", ns.name()));
         fs::create_dir_all(&dir)?;
@@ -46,14 +46,14 @@ impl Nfcapd {
         Ok(Nfcapd { dir, process })
     }
 
-    /// What `nfdump` prints of all finished files.
+    /// Returns the records that `nfdump` prints from all complete files.
     pub fn records(&self) -> Result<Vec<Value>> {
         let output = Command::new("nfdump").arg("-R").arg(&self.dir).args(["-q", "-o", "json"]).output()?;
-        // As long as there is no file, it fails. Without its summary (-q), what it prints is a list without brackets.
+        // nfdump fails while there is no file. Without a summary (-q), its output is a list without brackets.
         Ok(serde_json::from_str(&format!("[{}]", String::from_utf8_lossy(&output.stdout))).unwrap_or_default())
     }
 
-    /// Its log of what it received.
+    /// Returns its log.
     pub fn log(&self) -> String {
         self.process.log()
     }

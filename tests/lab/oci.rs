@@ -1,4 +1,4 @@
-//! Container images without Docker: an OCI layout of one layer in a tar archive, the same bytes for the same files.
+//! Builds container images without Docker: an OCI layout with one layer in a tar archive, reproducible to the byte.
 
 use std::fs;
 use std::io::Write;
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 const BLOCK: usize = 512;
 
-/// What an image is made of.
+/// The contents of an image.
 #[derive(Clone, Debug)]
 pub struct Image {
     /// Name and tag, `ghcr.io/spillway/spillway:0.1.0`.
@@ -19,7 +19,7 @@ pub struct Image {
     pub architecture: String,
     /// The files: path in the image, source, and whether it may be executed.
     pub files: Vec<(String, PathBuf, bool)>,
-    /// What it runs.
+    /// The program that it runs, with arguments.
     pub entrypoint: Vec<String>,
     /// Labels of its configuration.
     pub labels: Vec<(String, String)>,
@@ -78,7 +78,7 @@ fn descriptor(media_type: &str, content: &[u8]) -> Value {
     json!({"mediaType": media_type, "digest": digest(content), "size": content.len()})
 }
 
-/// A tar archive (ustar) of files that belong to root and were never changed.
+/// A tar archive (ustar) of files that belong to root and have the modification time 0.
 #[derive(Default)]
 struct Tar {
     bytes: Vec<u8>,

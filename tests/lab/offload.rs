@@ -8,12 +8,12 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use crate::netns::NetNs;
 
-/// ETHTOOL_S* of linux/ethtool.h.
+/// Commands ETHTOOL_S* of linux/ethtool.h, with names for messages.
 const GRO: (u32, &str) = (0x2c, "GRO");
 const COMMANDS: [(u32, &str); 4] =
     [(0x17, "transmit checksums"), (0x1f, "TCP segmentation"), (0x24, "generic segmentation"), GRO];
-/// ETHTOOL_GFLAGS and ETHTOOL_SFLAGS, and the flags for VLAN tags that the card inserts into a frame, and strips from a received
-/// one.
+/// ETHTOOL_GFLAGS and ETHTOOL_SFLAGS, and the flags for the insertion of VLAN tags into sent frames and their removal
+/// from received frames by the card.
 const GET_FLAGS: (u32, &str) = (0x25, "flags");
 const SET_FLAGS: (u32, &str) = (0x26, "flags");
 const TX_VLAN: u32 = 1 << 7;
@@ -27,25 +27,24 @@ struct EthtoolValue {
 }
 
 impl NetNs {
-    /// Turns the offloads of an interface on or off: checksums of what it sends, segmentation, and merging of what it
-    /// receives. Without them, captures see packets as they would be on a wire, with every checksum filled in.
+    /// Turns the offloads of an interface on or off: checksums and segmentation of sent packets, and merging of
+    /// received packets. Without them, captures see packets as they would be on a wire, with every checksum filled in.
     pub fn set_offload(&self, interface: &str, on: bool) -> Result<()> {
         COMMANDS.iter().try_for_each(|command| self.ethtool(interface, *command, u32::from(on)).map(drop))
     }
 
-    /// Makes a veth accept frames that an XDP program sends to it, which requires that its other end merges what it
-    /// receives.
+    /// Makes a veth accept frames that an XDP program redirects to it, which requires GRO at its other end.
     pub fn take_frames(&self, other_end: &str) -> Result<()> {
         self.ethtool(other_end, GRO, 1).map(drop)
     }
 
-    /// Keeps VLAN tags in the frames that an interface sends and receives: a veth passes on outside a frame what its sender keeps there.
+    /// Keeps VLAN tags in sent and received frames. A veth with VLAN offload passes the tag outside the frame.
     pub fn show_tags(&self, interface: &str) -> Result<()> {
         let flags = self.ethtool(interface, GET_FLAGS, 0)?;
         self.ethtool(interface, SET_FLAGS, flags & !(TX_VLAN | RX_VLAN)).map(drop)
     }
 
-    /// One command for an interface: the value that it gives or takes.
+    /// Runs one command on an interface. Returns the value that the command reads, or `data`.
     fn ethtool(&self, interface: &str, (command, name): (u32, &str), data: u32) -> Result<u32> {
         self.run(|| {
             let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
@@ -59,7 +58,7 @@ impl NetNs {
                 *to = from.cast_signed();
             }
             request.ifr_ifru.ifru_data = (&raw mut value).cast();
-            // SAFETY: the request names the interface and points to the command's own structure; both live on.
+            // SAFETY: the request names the interface and points to the command's own structure; both are alive.
             let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut request) };
             if result < 0 {
                 return Err(io::Error::last_os_error())

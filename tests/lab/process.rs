@@ -1,4 +1,4 @@
-//! Processes in the lab: agents in their nodes' namespaces, controllers in one of their own, `egressctl`, programs of others.
+//! Processes in the lab: agents in their nodes' namespaces, controllers in their own, `egressctl`, and third-party programs.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -17,13 +17,13 @@ use crate::command::program;
 use crate::topology::{Lab, XDP};
 use crate::wait::wait_for;
 
-/// How many bytes of a log are shown when a test fails.
+/// The number of characters of a log that are shown when a test fails.
 const TAIL: usize = 6_000;
-/// Names the transport of all agents whose configuration does not.
+/// The environment variable that sets the transport of all agents whose configuration does not.
 const TRANSPORT: &str = "SPILLWAY_TEST_TRANSPORT";
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A process of the lab, and its log. Killed when dropped.
+/// A process of the lab and its log, killed when dropped.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -35,7 +35,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts it; its output goes to `LOGS/<name>.log`.
+    /// Starts a process; its output goes to `LOGS/<name>.log`.
     pub fn start(name: &str, node: Option<&str>, mut command: Command, logs: &Path) -> Result<Process> {
         fs::create_dir_all(logs).with_context(|| format!("cannot make {}", logs.display()))?;
         let log = logs.join(format!("{name}.log"));
@@ -50,22 +50,22 @@ impl Process {
         Ok(Process { name, node, child, log, exited: None, left: false })
     }
 
-    /// `agent-<node>` or `controller-<n>`.
+    /// Returns its name: `agent-<node>` or `controller-<n>`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The node that it runs on, for agents.
+    /// Returns the node that it runs on, for agents.
     pub fn node(&self) -> Option<&str> {
         self.node.as_deref()
     }
 
-    /// The process id.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether it still runs (or is stopped).
+    /// Returns whether it still runs (or is stopped).
     pub fn alive(&mut self) -> Result<bool> {
         if self.exited.is_none() {
             self.exited = self.child.try_wait()?;
@@ -73,7 +73,7 @@ impl Process {
         Ok(self.exited.is_none())
     }
 
-    /// `kill -9`, and waits for the end.
+    /// Kills it (SIGKILL) and waits for its end.
     pub fn kill(&mut self) -> Result<()> {
         if self.alive()? {
             self.child.kill()?;
@@ -82,7 +82,7 @@ impl Process {
         Ok(())
     }
 
-    /// SIGTERM, and waits for the end; an error if it takes longer than ten seconds or ends with a failure.
+    /// Sends SIGTERM and waits for the end. Fails if that takes longer than ten seconds or if the process ends with a failure.
     pub fn terminate(&mut self) -> Result<()> {
         if !self.alive()? {
             return Ok(());
@@ -98,35 +98,35 @@ impl Process {
         }
     }
 
-    /// Freezes it (SIGSTOP).
+    /// Stops it (SIGSTOP).
     pub fn freeze(&self) -> Result<()> {
         self.signal(Signal::SIGSTOP)
     }
 
-    /// Lets it continue (SIGCONT).
+    /// Continues it (SIGCONT).
     pub fn thaw(&self) -> Result<()> {
         self.signal(Signal::SIGCONT)
     }
 
-    /// Sends any signal.
+    /// Sends a signal.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         kill(Pid::from_raw(self.child.id().cast_signed()), signal)
             .with_context(|| format!("cannot send {signal} to {}", self.name))
     }
 
-    /// Everything that it has printed so far.
+    /// Returns all of its output so far.
     pub fn log(&self) -> String {
         fs::read(&self.log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
     }
 
-    /// The log's last lines.
+    /// Returns the end of the log.
     pub fn tail(&self) -> String {
         let log = self.log();
         let start = log.char_indices().rev().take(TAIL).last().map_or(0, |(at, _)| at);
         log[start..].to_owned()
     }
 
-    /// Lets it keep running when this handle is dropped.
+    /// Leaves the process running when this handle is dropped.
     pub(crate) fn leave(&mut self) {
         self.left = true;
     }
@@ -146,10 +146,10 @@ impl Drop for Process {
     }
 }
 
-/// The variable that tells agents and `egressctl` where logs are.
+/// The environment variable that tells agents and `egressctl` where logs are.
 const STATE: &str = "STATE_DIRECTORY";
 
-/// How an agent or a controller is started.
+/// Options for starting an agent or a controller.
 #[derive(Clone, Debug, Default)]
 pub struct StartOptions {
     with_controller: bool,
@@ -160,7 +160,7 @@ pub struct StartOptions {
     without_tcx: bool,
 }
 
-/// A configuration with the settings of the whole run, unless the test sets them.
+/// Adds a setting of the whole run to a configuration, unless the test sets it.
 fn with_setting(config: Option<String>, field: &str, value: Option<String>) -> Option<String> {
     match (config, value.filter(|value| !value.is_empty())) {
         (Some(text), Some(value)) if !text.contains(&format!("{field}:")) => Some(format!("{text}{field}: {value}\n")),
@@ -170,42 +170,42 @@ fn with_setting(config: Option<String>, field: &str, value: Option<String>) -> O
 }
 
 impl StartOptions {
-    /// An agent or controller with the defaults.
+    /// Returns the defaults.
     pub fn new() -> StartOptions {
         StartOptions::default()
     }
 
-    /// The agent also runs the controller.
+    /// Makes the agent also run the controller.
     pub fn with_controller(mut self) -> StartOptions {
         self.with_controller = true;
         self
     }
 
-    /// The text of the file for `--config`.
+    /// Sets the text of the file for `--config`.
     pub fn config(mut self, text: &str) -> StartOptions {
         self.config = Some(text.to_owned());
         self
     }
 
-    /// One more argument.
+    /// Adds an argument.
     pub fn arg(mut self, argument: &str) -> StartOptions {
         self.arguments.push(argument.to_owned());
         self
     }
 
-    /// One more environment variable.
+    /// Adds an environment variable.
     pub fn env(mut self, key: &str, value: &str) -> StartOptions {
         self.environment.push((key.to_owned(), value.to_owned()));
         self
     }
 
-    /// Another `egress-daemon` than the one under test, for example an older version.
+    /// Sets another `egress-daemon` than the one under test, for example an older version.
     pub fn binary(mut self, path: &Path) -> StartOptions {
         self.binary = Some(path.to_owned());
         self
     }
 
-    /// As on a kernel without TCX (before 6.6): programs are filters of clsact qdiscs.
+    /// Starts it as on a kernel without TCX (before 6.6): programs are filters of clsact qdiscs.
     pub fn without_tcx(mut self) -> StartOptions {
         self.without_tcx = true;
         self
@@ -213,7 +213,7 @@ impl StartOptions {
 }
 
 impl Lab {
-    /// Starts the agent of `node`, anew if it ran before. It is then [`Lab::agent`].
+    /// Starts the agent of `node`, or restarts it. [`Lab::agent`] then returns it.
     pub fn start_agent(&mut self, node: &str, options: &StartOptions) -> Result<()> {
         let name = format!("agent-{node}");
         let mut command = self.node(node).ns.command(daemon(options)?);
@@ -231,7 +231,7 @@ impl Lab {
         names.iter().try_for_each(|name| self.start_agent(name, options))
     }
 
-    /// Starts the controller `name` in a namespace of its own. It is then [`Lab::controller`].
+    /// Starts the controller `name` in its own namespace. [`Lab::controller`] then returns it.
     pub fn start_controller(&mut self, name: &str, options: &StartOptions) -> Result<()> {
         let ns = self.role_namespace(name)?;
         let mut command = ns.command(daemon(options)?);
@@ -239,17 +239,17 @@ impl Lab {
         self.start(name, None, command, options)
     }
 
-    /// The agent of `node`. Panics if it was never started.
+    /// Returns the agent of `node`. Panics if it was never started.
     pub fn agent(&mut self, node: &str) -> &mut Process {
         self.process(&format!("agent-{node}"))
     }
 
-    /// The controller `name`. Panics if it was never started.
+    /// Returns the controller `name`. Panics if it was never started.
     pub fn controller(&mut self, name: &str) -> &mut Process {
         self.process(name)
     }
 
-    /// Does `work` while no agent and no controller runs: here, one machine does the work of all nodes.
+    /// Does `work` while all agents and controllers are stopped: one machine does the work of all nodes here.
     pub fn while_frozen<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         self.processes.values().try_for_each(Process::freeze)?;
         let outcome = work();
@@ -257,14 +257,14 @@ impl Lab {
         outcome
     }
 
-    /// Runs `egressctl ARGUMENTS -o json` on `node` and returns what it printed.
+    /// Runs `egressctl ARGUMENTS -o json` on `node` and returns its output.
     pub fn egressctl(&self, node: &str, arguments: &[&str]) -> Result<Value> {
         let text = self.egressctl_text(node, &[arguments, &["-o", "json"]].concat())?;
         serde_json::from_str(&text)
             .with_context(|| format!("egressctl {arguments:?} on {node} printed no JSON: {text}"))
     }
 
-    /// What a node's datapath and rules have counted, by name.
+    /// Returns the counters of a node's datapath and rules, by name.
     pub fn counters(&self, node: &str) -> Result<BTreeMap<String, u64>> {
         let stats = self.egressctl(node, &["stats"])?;
         let items = stats["items"].as_array().context("egressctl stats has no items")?;
@@ -272,14 +272,14 @@ impl Lab {
         Ok(pairs.collect())
     }
 
-    /// Runs `egressctl ARGUMENTS` on `node` and returns what it printed.
+    /// Runs `egressctl ARGUMENTS` on `node` and returns its output.
     pub fn egressctl_text(&self, node: &str, arguments: &[&str]) -> Result<String> {
         let mut command = self.node(node).ns.command(binary("egressctl")?);
         command.args(arguments).arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
         crate::command::output(&mut command).with_context(|| format!("egressctl {arguments:?} on {node}"))
     }
 
-    /// Starts `egressctl ARGUMENTS` on `node`, until the result is dropped.
+    /// Starts `egressctl ARGUMENTS` on `node`, which runs until the result is dropped.
     pub fn start_egressctl(&self, node: &str, arguments: &[&str]) -> Result<Process> {
         let mut command = self.node(node).ns.command(binary("egressctl")?);
         command.args(arguments).arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
@@ -291,14 +291,14 @@ impl Lab {
         )
     }
 
-    /// Runs `egress-daemon ARGUMENTS --bpffs ..` (`check`, `cleanup`) on `node` and returns what it printed.
+    /// Runs `egress-daemon ARGUMENTS --bpffs ..` (`check`, `cleanup`) on `node` and returns its output.
     pub fn daemon_text(&self, node: &str, arguments: &[&str]) -> Result<String> {
         let mut command = self.node(node).ns.command(binary("egress-daemon")?);
         command.args(arguments).arg("--bpffs").arg(self.bpffs(node)).env(STATE, self.state());
         crate::command::output(&mut command).with_context(|| format!("egress-daemon {arguments:?} on {node}"))
     }
 
-    /// Removes from a node what its agent has left there, if it ever had one.
+    /// Removes everything that a node's agent has left on the node, if it ever had an agent.
     pub(crate) fn clean_up(&self, node: &str) -> Result<()> {
         if !self.processes.contains_key(&format!("agent-{node}")) {
             return Ok(());
@@ -306,12 +306,12 @@ impl Lab {
         self.daemon_text(node, &["cleanup", "--release"]).map(drop)
     }
 
-    /// Where agents keep what survives a reboot.
+    /// Returns the folder for the state of agents that survives a reboot.
     pub fn state(&self) -> PathBuf {
         self.dir().join("state")
     }
 
-    /// Starts a program of a Debian package, in the foreground, so that it ends with the lab.
+    /// Starts a program of a Debian package in the foreground, so that it ends with the lab.
     pub(crate) fn start_program(&mut self, name: &str, node: Option<&str>, command: Command) -> Result<()> {
         let process = Process::start(name, node, command, &self.dir().join("logs"))?;
         self.processes.insert(name.to_owned(), process);
@@ -342,7 +342,7 @@ impl Lab {
         Ok(())
     }
 
-    /// Each process reads the manifests through a link of its own, so that a test can cut one off.
+    /// Returns the process's own link to the manifests, through which it reads them, so that a test can cut it off.
     pub(crate) fn store_link(&self, process: &str) -> Result<PathBuf> {
         let link = self.store_path(process);
         if !link.is_symlink() {
@@ -361,7 +361,7 @@ fn daemon(options: &StartOptions) -> Result<PathBuf> {
     options.binary.clone().map_or_else(|| binary("egress-daemon"), Ok)
 }
 
-/// Where a program of Spillway is: in the folder named by SPILLWAY_BIN, or next to the running program.
+/// Returns the path of a program of Spillway: in the folder named by SPILLWAY_BIN, or next to the running program.
 pub fn binary(name: &str) -> Result<PathBuf> {
     let folder = match std::env::var_os("SPILLWAY_BIN") {
         Some(folder) => PathBuf::from(folder),

@@ -16,14 +16,14 @@ use crate::wait::wait_for;
 
 const NAME: &str = "prometheus";
 const START: Duration = Duration::from_secs(20);
-/// How often it scrapes metrics and evaluates its rules: a minute of the rules is [`MINUTE`] here.
+/// The interval at which it scrapes metrics and evaluates its rules. A minute in the rules is [`MINUTE`] here.
 const INTERVAL: &str = "500ms";
-/// Replaces the rules' minutes and hours: tests cannot wait for those.
+/// Replaces the rules' minutes and hours, for which tests cannot wait.
 const MINUTE: &str = "2s";
 /// Replaces the windows of rates: a few times [`INTERVAL`].
 const WINDOW: &str = "5s";
 
-/// Why it cannot run here, if so.
+/// Returns the reason why Prometheus cannot run here, if there is one.
 pub fn obstacle() -> Option<&'static str> {
     Command::new(NAME).arg("--version").output().is_err().then_some("prometheus is missing: apt-get install prometheus")
 }
@@ -47,15 +47,15 @@ pub struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts it on the underlay, where it has the address `own`. `rules` is the manifest of a PrometheusRule; its times are shortened, its
-    /// expressions and thresholds are unchanged.
+    /// Starts Prometheus on the underlay, where it has the address `own`. `rules` is the manifest of a PrometheusRule,
+    /// whose times are shortened; its expressions and thresholds stay.
     pub fn start(lab: &mut Lab, own: Dual, targets: &[Target], rules: &str) -> Result<Prometheus> {
         let ns = lab.role_namespace(NAME)?;
         lab.join_underlay(&ns, NAME, own)?;
         Prometheus::start_in(ns, &lab.dir().join(NAME), targets, rules)
     }
 
-    /// The same in a namespace from which the targets are reachable, with its files in `dir`.
+    /// Like [`Self::start`], but in a namespace from which the targets are reachable, with its files in `dir`.
     pub fn start_in(ns: NetNs, dir: &Path, targets: &[Target], rules: &str) -> Result<Prometheus> {
         fs::create_dir_all(dir)?;
         fs::write(dir.join("rules.yml"), shortened(rules)?)?;
@@ -69,12 +69,12 @@ impl Prometheus {
         Ok(prometheus)
     }
 
-    /// Its namespace.
+    /// Returns its namespace.
     pub fn ns(&self) -> &NetNs {
         &self.ns
     }
 
-    /// The labels of the alerts that fire.
+    /// Returns the labels of the firing alerts.
     pub fn firing(&self) -> Result<Vec<Value>> {
         let answer = self.get("alerts")?;
         let alerts = answer["data"]["alerts"].as_array().context("no list of alerts")?;
@@ -88,7 +88,7 @@ impl Prometheus {
     }
 }
 
-/// The configuration, in JSON, which is also YAML.
+/// Returns the configuration in JSON, which is also YAML.
 fn config(targets: &[Target]) -> Value {
     let one = |t: &Target| json!({"targets": [t.address], "labels": {"node": t.node, "pod": t.node, "component": t.component}});
     json!({
@@ -101,7 +101,7 @@ fn config(targets: &[Target]) -> Value {
     })
 }
 
-/// The rules of a PrometheusRule, with their times shortened.
+/// Extracts the rules of a PrometheusRule and shortens their times.
 fn shortened(manifest: &str) -> Result<String> {
     let (_, spec) = manifest.split_once("\nspec:\n").context("the manifest has no spec")?;
     let line = |line: &str| {

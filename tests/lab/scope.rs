@@ -1,8 +1,8 @@
-//! The life of a lab: its unique name, its folder, and the guarantee that everything is removed when it ends.
+//! The lifetime of a lab: its unique name, its folder, and the guarantee that everything is removed when it ends.
 //!
-//! Every lab has a watchdog, a small shell that waits for the end of a pipe. Whatever ends the lab's process (a panic,
-//! Ctrl-C, `kill -9`) also ends the pipe, and the watchdog kills what runs in the lab's namespaces and removes them, the
-//! pins and the folder. An orderly end removes these itself, after the owners of processes have ended them, and dismisses the watchdog.
+//! Every lab has a watchdog, a shell that waits for the end of a pipe. However the lab's process ends (a panic, Ctrl-C, `kill
+//! -9`), the pipe ends too, and the watchdog kills the processes in the lab's namespaces and removes the namespaces, the pins and
+//! the folder. An orderly end removes these itself, after the owners of processes have ended them, and dismisses the watchdog.
 
 use std::fs;
 use std::io::Write;
@@ -16,15 +16,15 @@ use nix::fcntl::{Flock, FlockArg};
 
 use crate::netns::{self, NETNS_DIR, NetNs};
 
-/// Where BPF objects are pinned: `BPFFS/<lab>/<node>`.
+/// The directory where BPF objects are pinned: `BPFFS/<lab>/<node>`.
 pub const BPFFS: &str = "/sys/fs/bpf";
-/// Where labs keep their manifests and logs: `LABS/<lab>/`.
+/// The folder where labs keep their manifests and logs: `LABS/<lab>/`.
 pub const LABS: &str = "/tmp/spillway-lab";
 
 const PREFIX: &str = "sw-";
 const BPF_FS_MAGIC: i64 = 0xcafe_4a11;
 
-/// Kills what runs in the namespaces of lab or cluster $LAB, and removes them, the pins and $FOLDER.
+/// Kills the processes in the namespaces of the lab or cluster $LAB, and removes the namespaces, the pins and $FOLDER.
 const REMOVE: &str = r#"
 for ns in /run/netns/"$LAB"-*; do
   [ -e "$ns" ] || continue
@@ -47,12 +47,12 @@ pub struct Scope {
     dir: PathBuf,
     namespaces: Vec<String>,
     keep: bool,
-    /// Dismissed at last.
+    /// Dropped, and so dismissed, last.
     _watchdog: Watchdog,
 }
 
 impl Scope {
-    /// Opens a scope with a name that no other lab on this machine has. Leftovers of dead processes are removed first.
+    /// Opens a scope with a name that is unique on this machine. First removes the leftovers of dead processes.
     pub fn open() -> Result<Scope> {
         fs::create_dir_all(LABS).with_context(|| format!("cannot make {LABS}"))?;
         let _one_at_a_time = lock()?;
@@ -66,22 +66,22 @@ impl Scope {
         Ok(Scope { id, dir, namespaces: Vec::new(), keep: false, _watchdog: watchdog })
     }
 
-    /// The unique name: all namespaces start with it and a dash.
+    /// Returns the unique name. All namespaces start with it and a dash.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// The lab's own folder.
+    /// Returns the lab's own folder.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The folder for the pins of one node (not made here: the agent does).
+    /// Returns the folder for the pins of one node, which the agent creates.
     pub fn bpffs(&self, node: &str) -> PathBuf {
         Path::new(BPFFS).join(&self.id).join(node)
     }
 
-    /// A new namespace `<lab>-<role>`, removed with the scope.
+    /// Creates a namespace `<lab>-<role>`, which is removed with the scope.
     pub fn namespace(&mut self, role: &str) -> Result<NetNs> {
         let name = format!("{}-{role}", self.id);
         let ns = NetNs::create(&name)?;
@@ -89,7 +89,7 @@ impl Scope {
         Ok(ns)
     }
 
-    /// Removes one of this scope's namespaces before the end.
+    /// Removes one of this scope's namespaces early.
     pub fn remove_namespace(&mut self, ns: &NetNs) -> Result<()> {
         self.namespaces.retain(|name| name != ns.name());
         netns::remove(ns.name())
@@ -120,13 +120,13 @@ impl Drop for Scope {
     }
 }
 
-/// Whatever ends our process, this ends what runs in the namespaces of a lab or a cluster, and removes them and its folder; unless it is
-/// dropped before.
+/// Kills the processes in the namespaces of a lab or a cluster when this process ends for any reason, and removes the
+/// namespaces and the folder, unless it is dropped before.
 #[derive(Debug)]
 pub struct Watchdog(Child);
 
 impl Watchdog {
-    /// Begins to watch. The namespaces' names begin with `id` and a dash.
+    /// Starts the watchdog. The namespaces' names begin with `id` and a dash.
     pub fn start(id: &str, folder: &Path) -> Result<Watchdog> {
         let script = format!("trap '' INT TERM HUP\nread -r word\n[ \"$word\" = done ] && exit 0\n{REMOVE}");
         let mut command = Command::new("/bin/sh");
@@ -147,7 +147,7 @@ impl Drop for Watchdog {
     }
 }
 
-/// Removes the labs that were kept on purpose.
+/// Removes the labs that were kept on purpose, and returns their names.
 pub fn remove_kept() -> Result<Vec<String>> {
     let _one_at_a_time = lock()?;
     let mut removed = Vec::new();
@@ -170,7 +170,7 @@ fn lock() -> Result<Flock<fs::File>> {
     Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, error)| error).context("cannot lock the labs")
 }
 
-/// The names of all labs that have a namespace, pins or a folder on this machine.
+/// Returns the names of all labs that have a namespace, pins or a folder on this machine.
 fn labs() -> Result<Vec<String>> {
     let mut ids = std::collections::BTreeSet::new();
     for folder in [NETNS_DIR, LABS, BPFFS] {
@@ -215,7 +215,7 @@ fn mount_bpffs() -> Result<()> {
         .with_context(|| format!("cannot mount the BPF file system on {BPFFS}"))
 }
 
-/// More sockets than the largest load needs.
+/// The number of files to allow: more sockets than the largest load needs.
 const FILES: u64 = 200_000;
 
 /// Raises the limit of open files: as root, even beyond the hard limit of a login or a container.

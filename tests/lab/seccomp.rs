@@ -1,4 +1,4 @@
-//! Processes to which the kernel refuses what older kernels do not support.
+//! Starts processes without kernel features that older kernels lack.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -30,7 +30,7 @@ static WITHOUT_TCX: [libc::sock_filter; 7] = [
     instruction(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EINVAL as u32),
 ];
 
-/// Starts the command as on a kernel without TCX.
+/// Makes a command run as on a kernel without TCX.
 pub fn without_tcx(command: &mut Command) {
     let restrict = || {
         let program = libc::sock_fprog { len: WITHOUT_TCX.len() as u16, filter: WITHOUT_TCX.as_ptr().cast_mut() };

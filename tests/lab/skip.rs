@@ -1,4 +1,4 @@
-//! Skips tests that cannot run, and reports it.
+//! Skips tests that cannot run, and records them.
 
 use std::fs::File;
 use std::io::Write;
@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::scope::Scope;
 
-/// Why tests of the lab cannot run here, if so: not root, or a program or kernel feature is missing.
+/// Returns the reason why tests of the lab cannot run here: not root, or a program or kernel feature is missing.
 pub fn obstacle() -> Option<String> {
     static FOUND: OnceLock<Option<String>> = OnceLock::new();
     FOUND.get_or_init(look).clone()
@@ -34,7 +34,7 @@ fn look() -> Option<String> {
     None
 }
 
-/// Why this kernel's drivers cannot serve VLAN devices by XDP, if so.
+/// Returns the reason why this kernel's drivers cannot serve VLAN devices by XDP, if there is one.
 pub fn no_vlan_devices_by_xdp() -> Result<Option<&'static str>> {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let mut numbers = release.split('.').map_while(|number| number.parse::<u32>().ok());
@@ -60,9 +60,9 @@ pub fn record(test: &str, reason: &str) {
     }
 }
 
-/// What a test returns when it is skipped.
+/// The return value of a skipped test.
 pub trait Skipped {
-    /// The value of a test that did nothing.
+    /// Returns the value of a test that did nothing.
     fn skipped() -> Self;
 }
 
@@ -76,7 +76,7 @@ impl<E> Skipped for Result<(), E> {
     }
 }
 
-/// The path of the calling function, for [`record`].
+/// Expands to the path of the calling function, for [`record`].
 #[macro_export]
 macro_rules! test_name {
     () => {{
@@ -86,8 +86,8 @@ macro_rules! test_name {
     }};
 }
 
-/// Returns from a test, recorded as skipped, unless it runs as root with what the lab needs. For tests that need this outside of
-/// [`Builder::run`](crate::Builder::run), which skips by itself.
+/// Returns from a test, recorded as skipped, unless it runs as root with all that the lab needs. For tests that need
+/// this outside of [`Builder::run`](crate::Builder::run), which checks this itself.
 #[macro_export]
 macro_rules! require_root {
     () => {

@@ -1,22 +1,22 @@
-//! Evaluates figures: whether a spread is even, how a sample is distributed.
+//! Statistics: whether a distribution is even, and the percentiles of a sample.
 
 /// The order statistics of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Percentiles {
-    /// The size of the sample. All figures are 0 for an empty one.
+    /// The size of the sample. All values are 0 for an empty sample.
     pub count: usize,
-    /// The smallest.
+    /// The minimum.
     pub min: f64,
-    /// The median; between the middle two of an even number.
+    /// The median; the mean of the middle two for an even count.
     pub p50: f64,
-    /// 99 % are not above it.
+    /// The 99th percentile.
     pub p99: f64,
-    /// The largest.
+    /// The maximum.
     pub max: f64,
 }
 
 impl Percentiles {
-    /// The order statistics (nearest rank, but for the median) of `values`.
+    /// Computes the order statistics of `values` (nearest rank, except for the median).
     pub fn of(values: impl IntoIterator<Item = f64>) -> Percentiles {
         let mut sorted: Vec<f64> = values.into_iter().collect();
         sorted.sort_by(f64::total_cmp);
@@ -28,7 +28,7 @@ impl Percentiles {
     }
 }
 
-/// The statistic of Pearson's chi-squared test: how far `observed` counts are from shares proportional to `weights`.
+/// Computes the statistic of Pearson's chi-squared test: how far `observed` counts are from shares proportional to `weights`.
 pub fn chi_squared(observed: &[u64], weights: &[f64]) -> f64 {
     assert_eq!(observed.len(), weights.len(), "one weight for each count");
     let (total, weight) = (observed.iter().sum::<u64>() as f64, weights.iter().sum::<f64>());
@@ -39,19 +39,19 @@ pub fn chi_squared(observed: &[u64], weights: &[f64]) -> f64 {
     observed.iter().zip(weights).map(term).sum()
 }
 
-/// Whether `observed` may well come from shares proportional to `weights`: an honest spread fails once in a thousand
-/// times.
+/// Returns whether `observed` is plausible for shares proportional to `weights`: a correct distribution fails with a
+/// probability of 0.001.
 pub fn fits(observed: &[u64], weights: &[f64]) -> bool {
     chi_squared(observed, weights) <= chi_squared_limit(observed.len().saturating_sub(1))
 }
 
-/// [`fits`] for equal shares.
+/// Returns whether `observed` [`fits`] equal shares.
 pub fn is_even(observed: &[u64]) -> bool {
     fits(observed, &vec![1.0; observed.len()])
 }
 
-/// The value that a chi-squared statistic exceeds with a probability of 0.001 (Wilson and Hilferty's approximation,
-/// within 4 %).
+/// Returns the value that a chi-squared statistic exceeds with a probability of 0.001 (Wilson and Hilferty's
+/// approximation, within 4 %).
 pub fn chi_squared_limit(degrees_of_freedom: usize) -> f64 {
     const QUANTILE: f64 = 3.090_232;
     if degrees_of_freedom == 0 {

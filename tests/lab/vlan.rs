@@ -1,4 +1,4 @@
-//! Hosts in VLANs, on kernels without 8021q: one TAP device for each VLAN. A thread carries the frames between these
+//! Hosts in VLANs, for kernels without 8021q: one TAP device for each VLAN. A thread carries frames between the devices
 //! and the interface, inserting and stripping the tag.
 
 use std::collections::BTreeMap;
@@ -14,15 +14,15 @@ use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::traffic::set_int;
 
-/// `TUNSETIFF`, and the flags of a TAP device whose frames have a header about checksums and segments.
+/// `TUNSETIFF`, and the flags of a TAP device whose frames have a header on checksums and segmentation.
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 const TAP: libc::c_short = 0x0002 | 0x1000 | 0x4000;
 /// `PACKET_VNET_HDR`, and the length of that header (`struct virtio_net_hdr`).
 const PACKET_VNET_HDR: i32 = 15;
 const VNET: usize = 10;
-/// Longest frame with its header.
+/// The length of the longest frame with its header.
 const LONGEST: usize = VNET + 14 + (64 << 10);
-/// Room for the tag (802.1Q).
+/// The length of the tag (802.1Q).
 const TAG: usize = 4;
 /// `TP_STATUS_VLAN_VALID`
 const TAGGED: u32 = 1 << 4;
@@ -34,7 +34,7 @@ pub struct Vlans {
 }
 
 impl Vlans {
-    /// Makes the device `vlanN` for each VLAN N of `interface`, with these addresses (with prefix lengths), up.
+    /// Creates the device `vlanN` for each VLAN N of `interface`, up, with these addresses (with prefix lengths).
     pub fn start(ns: &NetNs, interface: &str, vlans: &BTreeMap<u16, Vec<String>>) -> Result<Vlans> {
         let index = ns.ifindex(interface)?;
         let (socket, taps) = ns.run(|| {
@@ -73,7 +73,7 @@ fn packet_socket(index: u32) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error()).context("a packet socket");
     }
-    // SAFETY: fd is open and owned by nobody else.
+    // SAFETY: fd is open, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     set_int(&fd, libc::SOL_PACKET, libc::PACKET_AUXDATA, 1)?;
     set_int(&fd, libc::SOL_PACKET, PACKET_VNET_HDR, 1)?;
@@ -123,7 +123,7 @@ fn carry(socket: &OwnedFd, index: u32, mut taps: BTreeMap<u16, File>, stop: &Sto
     Ok(())
 }
 
-/// The next tagged frame that arrived, after its header, with its VLAN.
+/// Receives the next tagged frame, preceded by its header. Returns its VLAN and the length of both.
 fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Option<(u16, usize)>> {
     // SAFETY: all zero bytes are a valid sockaddr_ll and msghdr.
     let (mut from, mut message): (libc::sockaddr_ll, libc::msghdr) = unsafe { (zeroed(), zeroed()) };
@@ -135,12 +135,12 @@ fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Option<(u16, usize)>> 
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&control);
-    // SAFETY: every pointer in `message` is to a live buffer of the given size.
+    // SAFETY: every pointer in `message` points to a live buffer of the given size.
     let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
     if received < 0 || from.sll_pkttype == libc::PACKET_OUTGOING {
         return Ok(None);
     }
-    // SAFETY: `message` is as recvmsg left it; CMSG_FIRSTHDR returns null or a header inside `control`.
+    // SAFETY: `message` is unchanged since recvmsg; CMSG_FIRSTHDR returns null or a header inside `control`.
     let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message).as_ref() };
     let Some(header) = header.filter(|one| (one.cmsg_level, one.cmsg_type) == (libc::SOL_PACKET, libc::PACKET_AUXDATA))
     else {
@@ -152,13 +152,13 @@ fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Option<(u16, usize)>> 
     Ok(tagged.then_some((data.tp_vlan_tci & 0xfff, received.cast_unsigned())))
 }
 
-/// Sends a frame, which is preceded by room for a tag and a header, with the tag.
+/// Sends a frame with the tag. The buffer begins with room for the tag, followed by the header and the frame.
 fn send(socket: &OwnedFd, index: u32, vlan: u16, buffer: &mut [u8]) -> Result<()> {
     let macs = VNET + 12;
     buffer.copy_within(TAG..TAG + macs, 0);
     buffer[macs..macs + 2].copy_from_slice(&0x8100u16.to_be_bytes());
     buffer[macs + 2..macs + 4].copy_from_slice(&vlan.to_be_bytes());
-    // The header's checksum offset counts from the start of the frame, which is further away now.
+    // The header's checksum offset counts from the start of the frame, which has moved away by the tag.
     if buffer[0] & 1 != 0 {
         let start = u16::from_ne_bytes([buffer[6], buffer[7]]) + TAG as u16;
         buffer[6..8].copy_from_slice(&start.to_ne_bytes());

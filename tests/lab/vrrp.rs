@@ -1,5 +1,5 @@
-//! The usual setup for a gateway that may die: two of them with keepalived, and conntrackd, which replicates the conntrack table. Both
-//! are Debian's, with the settings of conntrackd's own example for FTFW.
+//! The usual setup for gateway failover: two gateways with keepalived, and conntrackd, which replicates the conntrack
+//! table. Both programs are Debian's, with the settings of conntrackd's own example for FTFW.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -11,13 +11,13 @@ use anyhow::Result;
 use crate::topology::{Dual, Lab, LabNode, address};
 use crate::wait::wait_for;
 
-/// The address on the underlay to which the pods' nodes send everything.
+/// The underlay host number of the address to which the pods' nodes send all packets.
 const INSIDE: u8 = 50;
 const START: Duration = Duration::from_secs(20);
-/// The first one is the primary.
+/// VRRP priorities: the first gateway is the primary.
 const PRIORITIES: [u8; 2] = [150, 100];
 
-/// Makes the lab's first two gateways such a pair, with `egress` for everything that pods send to the outside; the first one has it.
+/// Makes the lab's first two gateways such a pair, with `egress` as the source of pods' packets to the outside; the first one has it.
 pub fn start(lab: &mut Lab, advert: Duration, egress: Dual) -> Result<()> {
     let pair: Vec<LabNode> = lab.gateways().take(PRIORITIES.len()).cloned().collect();
     let [first, second] = &pair[..] else { anyhow::bail!("the lab has no two gateways") };
@@ -49,8 +49,8 @@ pub fn start(lab: &mut Lab, advert: Duration, egress: Dual) -> Result<()> {
     lab.workers().try_for_each(|worker| worker.ns.ip(&lines))
 }
 
-/// Source NAT by the kernel's conntrack, with the rules of a stateful firewall: what arrives before the primary's connections are in the
-/// table is dropped, not answered with a reset.
+/// Sets up source NAT by the kernel's conntrack, with the rules of a stateful firewall: packets that arrive before the
+/// primary's connections are in the table are dropped, not answered with a reset.
 fn translate(node: &LabNode, egress: Dual) -> Result<()> {
     let [pods4, pods6] = address::PODS;
     node.ns.nft(&format!(
@@ -72,7 +72,7 @@ fn translate(node: &LabNode, egress: Dual) -> Result<()> {
         }}",
         egress.v4, egress.v6, egress.v4, egress.v6
     ))?;
-    // The windows of connections are not replicated.
+    // conntrackd does not replicate the windows of connections.
     let settings = [("net.netfilter.nf_conntrack_tcp_be_liberal", "1"), ("net.netfilter.nf_conntrack_tcp_loose", "0")];
     node.ns.sysctls(&settings)
 }
@@ -166,7 +166,7 @@ General {{
     )
 }
 
-/// Acts like conntrackd's `primary-backup.sh`.
+/// Returns a script that acts like conntrackd's `primary-backup.sh`.
 fn notify(dir: &Path) -> String {
     let call = format!("conntrackd -C {}/conntrackd.conf", dir.display());
     format!(

@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 
-/// Time between two looks, or a multiple of what the last one took: looking takes a fifth of a processor at most, for example through kubectl.
+/// The pause between two looks. It grows with the last look's duration, so that looks (such as by kubectl) take a fifth of a CPU at most.
 const PAUSE: Duration = Duration::from_millis(5);
 const PAUSE_PER_LOOK: u32 = 4;
 
-/// How many times longer than usual everything may take, for example in an emulated machine.
+/// Returns the factor by which all timeouts grow, for example in an emulated machine.
 fn slowness() -> u32 {
     std::env::var("SPILLWAY_SLOWNESS").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
-/// Waits until `condition` returns `Ok(true)`. An error of the condition counts as "not yet" and is part of the message
-/// when the time is over.
+/// Waits until `condition` returns `Ok(true)`. An error of the condition counts as "not yet", and is part of the
+/// message after the timeout.
 pub fn wait_for(what: &str, timeout: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_until(what, timeout, &mut condition, |met| *met).map(drop)
 }
 
-/// Waits until what `look` returns is `good`, and returns it. When the time is over, the error shows what was seen last.
+/// Waits until the value that `look` returns is `good`, and returns it. After the timeout, the error shows the last value.
 ///
 /// ```
 /// let mut answers = ["no", "no", "yes"].into_iter();
@@ -54,8 +54,8 @@ pub fn wait_until<T: Debug>(
     }
 }
 
-/// Checks that something stays so for as long as `duration`: for what must not happen meanwhile. Fails as soon as `condition` returns
-/// anything but `Ok(true)`.
+/// Checks that `condition` holds for all of `duration`, to test that something does not happen. Fails as soon as it
+/// returns anything but `Ok(true)`.
 ///
 /// ```
 /// use std::time::Duration;

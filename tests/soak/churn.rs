@@ -1,5 +1,5 @@
-//! What happens while the connections run: pods come and go, policies change, gateways die, leave and return, agents and
-//! the controller are killed, restarted and frozen. One change at a time begins; its effects may last into the next ones.
+//! The changes while connections run: pods come and go, policies change, gateways die, leave and return, agents and the
+//! controller are killed, restarted and frozen. One change begins at a time; its effects may last into the next ones.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,20 +10,20 @@ use lab::{Cni, Family, PodSpec, wait_for};
 
 use super::world::{self, CONTROLLER, NEW_MAIL_PORT, NEW_WEB_PORT, PASSING, SoakLab, WEB};
 
-/// Pods in addition to the steady ones.
+/// The maximum number of pods in addition to the steady ones.
 const MOST_PODS: usize = 6;
 /// Connections of each new pod and family.
 const CONNECTIONS: usize = 5;
-/// How long a dead gateway stays dead, or an agent frozen: longer than its lease.
+/// The time for which a gateway stays dead, or an agent frozen: longer than its lease.
 const OUTAGE: Duration = Duration::from_secs(6);
 
-/// How long an agent that has just been started may take to know about a pod.
+/// The time limit for a newly started agent to know about a pod.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A kind of change.
 type Change = (&'static str, fn(&mut Churn, &mut SoakLab) -> Result<()>);
 
-/// What may happen next, all equally likely.
+/// The possible changes; each entry is equally likely.
 const CHANGES: [Change; 11] = [
     ("pods added", Churn::add_pod),
     ("pods added", Churn::add_pod),
@@ -38,7 +38,7 @@ const CHANGES: [Change; 11] = [
     ("weights changed", Churn::change_weights),
 ];
 
-/// Something that is broken, and how to repair it.
+/// A fault that lasts for a while, and the node that it affects.
 enum Outage {
     Dead(String),
     Frozen(String),
@@ -54,19 +54,19 @@ pub struct Churn {
     outage: Option<(Outage, Instant)>,
     /// How often each change was made.
     pub done: BTreeMap<&'static str, u64>,
-    /// Connections of pods that are gone: opened, and established.
+    /// Connections of removed pods: opened, and answered.
     pub connections: [u64; 2],
 }
 
 impl Churn {
-    /// Changes in an order that follows from `seed`.
+    /// Creates the changes; their order follows from `seed`.
     pub fn new(seed: u64) -> Churn {
         let (done, pods) = (BTreeMap::new(), Vec::new());
-        // Not zero, which the sequence would never leave.
+        // The state must not be zero, which the sequence would never leave.
         Churn { random: seed | 1, pods, pods_made: 0, passing: false, outage: None, done, connections: [0; 2] }
     }
 
-    /// One change, and the end of an outage that has lasted long enough.
+    /// Makes one change, and ends an outage that has lasted long enough.
     pub fn step(&mut self, world: &mut SoakLab) -> Result<()> {
         if self.outage.as_ref().is_some_and(|(_, since)| since.elapsed() > OUTAGE) {
             self.mend(world)?;
@@ -76,7 +76,7 @@ impl Churn {
         change(self, world)
     }
 
-    /// A random time between two others.
+    /// Returns a random duration in a range.
     pub fn between(&mut self, [least, most]: [Duration; 2]) -> Duration {
         let span = (most - least).as_millis() as usize;
         least + Duration::from_millis(self.below(span) as u64)
@@ -91,7 +91,7 @@ impl Churn {
         Ok(())
     }
 
-    /// xorshift64.
+    /// Returns a random number below `limit`, by xorshift64.
     fn below(&mut self, limit: usize) -> usize {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -108,7 +108,7 @@ impl Churn {
         format!("gw{}", 1 + self.below(3))
     }
 
-    /// A pod whose first act is to connect.
+    /// Adds a pod whose first act is to connect.
     fn add_pod(&mut self, world: &mut SoakLab) -> Result<()> {
         if self.pods.len() >= MOST_PODS {
             return self.remove_pod(world);
@@ -118,7 +118,7 @@ impl Churn {
         let cni = if node == "worker1" { Cni::PointToPoint } else { Cni::Bridge };
         let (app, port) = if self.below(2) == 0 { ("web", NEW_WEB_PORT) } else { ("mail", NEW_MAIL_PORT) };
         let pod = world.lab.prepare_pod(PodSpec::new(&name, &node).label("app", app).cni(cni))?;
-        // As in a cluster, a pod is bound to its node long before it has a network, and the node's agent knows of it.
+        // As in a cluster, a pod is bound to its node, and the node's agent knows it, long before the pod has a network.
         wait_for(&format!("{node} holds unknown sources"), PATIENCE, || {
             let state = world.lab.egressctl(&node, &["state"])?;
             Ok(state["rules"].to_string().contains("a selected pod is starting"))
@@ -223,7 +223,7 @@ impl Churn {
         }
     }
 
-    /// A node whose agent runs and is not affected by the outage.
+    /// Returns a node whose agent runs and is not affected by the outage.
     fn healthy_node(&mut self, world: &SoakLab) -> String {
         let broken = self.outage.as_ref().map(|(outage, _)| match outage {
             Outage::Dead(node) | Outage::Frozen(node) | Outage::Unlabelled(node) => node.clone(),

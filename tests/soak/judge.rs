@@ -1,11 +1,11 @@
-//! What must hold all the time (docs/design.md, "Invariants"), judged by what the server sees.
+//! The invariants that must hold all the time (docs/design.md, "Invariants"), judged by what the server sees.
 //!
 //! 1. A packet that a policy selects has one of that policy's addresses, a packet of a pod without a policy has its
-//!    node's, and an answer to what the outside opened has the pod's own.
+//!    node's address, and an answer to a connection from outside has the pod's own.
 //! 2. A connection that existed from the beginning is never broken and loses no byte, whatever happens to gateways and
 //!    agents; a datagram flow never changes its address.
-//! 3. A gateway that has lost an egress IP does not answer for it again: the MAC address that answers changes no more often
-//!    than the owner. Two may answer in turn only for as long as the news of the move may take on a busy machine.
+//! 3. A gateway that has lost an egress IP does not answer for it again: the MAC address that answers changes no more often than the
+//!    owner. Two gateways may alternate only while the news of the move may be under way on a busy machine.
 //! 4. In the end `egress-daemon cleanup` leaves nothing behind.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,22 +22,22 @@ use super::world::{
     UDP_PORT, WEB, WEB_PORT, addresses, epochs,
 };
 
-/// Violations that are reported one by one; of any more only the number is kept.
+/// The maximum number of violations that are reported individually; further ones are only counted.
 const MOST_TOLD: usize = 20;
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a former owner may not have read of the new one.
+/// The time in seconds for which a former owner may not know the new owner.
 const NEWS: f64 = 2.0;
 /// Several times the interval at which streams send.
 const QUIET: Duration = Duration::from_secs(3);
 
-/// What was seen, and which of it should not have been.
+/// What the server saw, and the violations in it.
 pub struct Judge {
     server: Vec<IpAddr>,
     /// The sources that packets to each port of the server may have.
     allowed: BTreeMap<u16, BTreeSet<IpAddr>>,
-    /// Sources of answers to what the server opened.
+    /// The sources of answers to connections that the server opened.
     pods: BTreeSet<IpAddr>,
-    /// The MAC addresses that answered for an egress IP one after the other, with when each began to, in seconds.
+    /// The MAC addresses that answered for an egress IP, in order, each with the time of its first answer in seconds.
     answering: BTreeMap<IpAddr, Vec<(f64, [u8; 6])>>,
     started: Instant,
     packets: u64,
@@ -47,7 +47,7 @@ pub struct Judge {
 }
 
 impl Judge {
-    /// A judge of what `world`'s server sees.
+    /// Creates a judge of what `world`'s server sees.
     pub fn new(world: &SoakLab) -> Judge {
         let web: BTreeSet<IpAddr> = addresses(&[&WEB[..], &[PASSING]].concat()).into_iter().collect();
         let mail: BTreeSet<IpAddr> = addresses(&MAIL).into_iter().collect();
@@ -61,7 +61,7 @@ impl Judge {
         Judge::over(both(world.server().ips).into(), allowed, both(world.lab.pod("web-1").ips).into())
     }
 
-    /// A judge that has seen nothing yet.
+    /// Creates a judge that has seen nothing yet.
     fn over(server: Vec<IpAddr>, allowed: BTreeMap<u16, BTreeSet<IpAddr>>, pods: BTreeSet<IpAddr>) -> Judge {
         Judge {
             server,
@@ -76,22 +76,22 @@ impl Judge {
         }
     }
 
-    /// What was violated.
+    /// Returns the violations.
     pub fn violations(&self) -> &[String] {
         &self.violations
     }
 
-    /// Numbers for the summary, by what they are.
+    /// Returns the figures for the summary, by name.
     pub fn figures(&self) -> &BTreeMap<String, String> {
         &self.figures
     }
 
-    /// A line with the current state.
+    /// Returns a line with the current state.
     pub fn line(&self) -> String {
         format!("{} packets seen, {} violations", self.packets, self.violations.len() as u64 + self.untold)
     }
 
-    /// Notes a violation.
+    /// Records a violation.
     pub fn violation(&mut self, what: &str, which: &str) {
         if self.violations.len() < MOST_TOLD {
             eprintln!("VIOLATED: {what}: {which}");
@@ -101,7 +101,7 @@ impl Judge {
         }
     }
 
-    /// Judges what the server has seen since the last time.
+    /// Judges the packets that the server has seen since the last call.
     pub fn look(&mut self, world: &SoakLab) {
         self.judge(&world.capture.take());
     }
@@ -115,7 +115,7 @@ impl Judge {
         }
     }
 
-    /// A packet's source, by what it is for.
+    /// Judges a packet's source by its destination port.
     fn source(&mut self, packet: &Packet) {
         let Some((from, to)) = packet.ports().filter(|(_, to)| self.server.contains(&to.ip())) else { return };
         self.packets += 1;
@@ -138,7 +138,7 @@ impl Judge {
         }
     }
 
-    /// The last judgement, with everything at rest.
+    /// Makes the final judgement, with everything at rest.
     pub fn conclude(&mut self, world: &mut SoakLab, churn: &Churn) -> Result<()> {
         for (name, count) in &churn.done {
             self.figures.insert(format!("change: {name}"), count.to_string());
@@ -156,7 +156,7 @@ impl Judge {
             let changes = settled.len() as u64;
             overlaps += (answers.len() - settled.len()) / 2;
             let epoch = epochs.get(&ip).copied().unwrap_or(0);
-            // The object of an egress IP that leaves its policy goes, and with it the count.
+            // When an egress IP leaves its policy, its object is deleted, and so is the count.
             if !passing.contains(&ip) && changes > epoch {
                 let answers: Vec<String> = answers.iter().map(|(at, mac)| format!("{} at {at:.2} s", mac[5])).collect();
                 let answers = answers.join(", ");
@@ -221,7 +221,7 @@ impl Judge {
         );
         self.figure("steady connections", text);
 
-        // Pods see each other, and the outside sees a pod that it has called, by the pod's own address.
+        // A pod sees other pods and the outside by their own addresses.
         let web = world.lab.pod("web-1").ips;
         let mut callers: BTreeSet<IpAddr> = Family::BOTH.map(|family| web.ip(family)).into();
         callers.extend(&self.server);
@@ -242,7 +242,7 @@ impl Judge {
         Ok(())
     }
 
-    /// Checks that everything that the agents made is removed.
+    /// Checks that cleanup removes everything that the agents made.
     fn cleanup(&mut self, world: &mut SoakLab) -> Result<()> {
         for node in world.nodes() {
             world.lab.agent(&node).terminate()?;
@@ -260,7 +260,7 @@ impl Judge {
     }
 }
 
-/// The answers, without those of a former owner that had not read of the new one yet, and those of the new one in between.
+/// Returns the answers, without those of a former owner that did not know the new one yet, and without the new one's in between.
 fn settled(answers: &[(f64, [u8; 6])]) -> Vec<(f64, [u8; 6])> {
     let mut settled: Vec<(f64, [u8; 6])> = Vec::new();
     let mut taken_over = 0.0;

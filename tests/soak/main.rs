@@ -1,5 +1,5 @@
 //! `cargo xtask soak`: connections, and changes of everything around them, for as long as one likes. Only what arrives
-//! at a server counts; see [`judge`] for what is asserted and [`churn`] for what happens meanwhile.
+//! at a server counts. [`judge`] lists the assertions, [`churn`] the changes.
 
 mod churn;
 mod judge;
@@ -18,17 +18,17 @@ use xtask::{build, ended, setup};
 
 /// The time between two changes: long enough for most of them to take effect, short enough for them to overlap at times.
 const PAUSES: [Duration; 2] = [Duration::from_millis(200), Duration::from_millis(2_500)];
-/// How often a line with the current state is printed.
+/// The interval between lines with the current state.
 const REPORT: Duration = Duration::from_secs(60);
 
 /// Run connections and changes of every kind for as long as you like, and judge what a server sees
 #[derive(Parser)]
 #[command(name = "cargo xtask soak", bin_name = "cargo xtask soak")]
 struct Args {
-    /// How long it runs
+    /// How many minutes to run
     #[arg(long, default_value_t = 10)]
     minutes: u64,
-    /// Repeat the changes of an earlier run, in their order
+    /// Repeat the changes of an earlier run in the same order
     #[arg(long)]
     seed: Option<u64>,
 }
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     ended(run(&Args::parse()))
 }
 
-/// Runs it, and prints a summary of what was seen. Returns whether no invariant was violated.
+/// Runs the soak, and prints a summary of the figures. Returns whether no invariant was violated.
 fn run(args: &Args) -> Result<bool> {
     setup::ensure(setup::Scope::Lab)?;
     if let Some(obstacle) = lab::skip::obstacle() {

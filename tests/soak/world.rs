@@ -14,11 +14,11 @@ use lab::{Capture, Cni, Family, Lab, PodSpec, Server, StartOptions, address, wai
 /// Host numbers of the egress IPs of the policies `web` (by flow) and `mail` (by endpoint).
 pub const WEB: [u8; 3] = [10, 11, 12];
 pub const MAIL: [u8; 2] = [20, 21];
-/// Is added to the policy `web` and removed again.
+/// An address that is added to the policy `web` and removed again.
 pub const PASSING: u8 = 13;
 
-/// Ports of the server: a stream for web and mail pods, connections of new pods of either kind, connections at a rate, and
-/// pods of no policy.
+/// Ports of the server: streams of web and mail pods, connections of new pods of either kind, connections at a rate,
+/// and pods without a policy.
 pub const WEB_PORT: u16 = 80;
 pub const MAIL_PORT: u16 = 81;
 pub const NEW_WEB_PORT: u16 = 82;
@@ -26,43 +26,43 @@ pub const NEW_MAIL_PORT: u16 = 83;
 pub const RATE_PORT: u16 = 84;
 pub const PLAIN_PORT: u16 = 90;
 pub const UDP_PORT: u16 = 53;
-/// What pods connect to until their policies are in force. The last packets may be in flight when the soak begins.
+/// The port to which pods connect until their policies are in force. Its last packets may be in flight when the soak begins.
 pub const LOOK_PORT: u16 = 9_007;
-/// A port of pods, which the outside and other pods connect to.
+/// A port of pods, to which the outside and other pods connect.
 pub const POD_PORT: u16 = 8080;
 
 pub const CONTROLLER: &str = "controller";
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Slower than the defaults, so that a busy machine does not look dead, and fast enough to fail over often.
+/// Slower than the defaults, so that a busy machine does not look dead, but fast enough to fail over often.
 const CONFIG: &str = "probe: {interval: 200ms, count: 5}\nlease: {renew: 500ms, duration: 4s}\ndeadline: 2s\n";
 const INTERVAL: Duration = Duration::from_millis(500);
 const RATE: u32 = 20;
 
 /// Everything that runs.
 pub struct SoakLab {
-    /// The traffic; declared before the lab, which is dropped after it.
+    /// The traffic. Declared before the lab, so that it is dropped first.
     pub traffic: Option<Traffic>,
-    /// What `server1` sees.
+    /// The packets that `server1` sees.
     pub capture: Capture,
     /// The cluster.
     pub lab: Lab,
-    /// How agents and the controller are started.
+    /// The options of the agents and the controller.
     pub options: StartOptions,
 }
 
-/// Connections from beginning to end.
+/// Connections that last from beginning to end.
 pub struct Traffic {
     /// The servers' ends of the streams.
     pub streams: TcpServer,
     /// The pods' ends.
     pub clients: Vec<TcpClients>,
-    /// What the server sees of datagrams.
+    /// The server's view of the datagrams.
     pub datagrams: UdpServer,
     /// The pods' ends.
     pub senders: Vec<UdpClients>,
-    /// Connections that the outside has opened to pods, and pods to each other.
+    /// Connections that the outside has opened to pods, or pods to each other.
     pub inbound: Vec<TcpClients>,
-    /// The pods' ends of those.
+    /// The pods' ends of these connections.
     pub pods: Vec<TcpServer>,
     /// Connections at a rate.
     pub rate: RunningRate,
@@ -71,7 +71,7 @@ pub struct Traffic {
 }
 
 impl SoakLab {
-    /// Makes the cluster, with Spillway in it and no traffic yet.
+    /// Creates the cluster, with Spillway in it and no traffic yet.
     pub fn build(binaries: &Path) -> Result<SoakLab> {
         let mut lab = Lab::builder().workers(2).gateways(3).build()?;
         for (name, node, app) in [
@@ -93,12 +93,12 @@ impl SoakLab {
         Ok(SoakLab { traffic: None, capture, lab, options })
     }
 
-    /// The server outside.
+    /// Returns the server outside.
     pub fn server(&self) -> &Server {
         self.lab.server("server1")
     }
 
-    /// Waits until the policies are in force, forgets what was seen before that, and starts the traffic.
+    /// Waits until the policies are in force, discards the packets seen until then, and starts the traffic.
     pub fn start(&mut self) -> Result<()> {
         for (pod, hosts) in [("web-1", &WEB[..]), ("web-2", &WEB), ("mail-1", &MAIL), ("mail-2", &MAIL)] {
             let allowed = addresses(hosts);
@@ -156,7 +156,7 @@ impl SoakLab {
         Ok(())
     }
 
-    /// The source of a new connection of a pod; none if it was not established at once.
+    /// Returns the source of a new connection of a pod, or none if it was not answered in time.
     fn source(&self, pod: &str, family: Family) -> Result<Option<IpAddr>> {
         let server = self.server();
         let listening = TcpServer::start(&server.ns, &server.ips.both(LOOK_PORT), ServerMode::Echo)?;
@@ -167,13 +167,13 @@ impl SoakLab {
         Ok(answered.ok().and_then(|_| Some(listening.connections().first()?.peer.ip())))
     }
 
-    /// The agents' nodes by name.
+    /// Returns the names of the agents' nodes.
     pub fn nodes(&self) -> Vec<String> {
         self.lab.nodes().map(|node| node.name.clone()).collect()
     }
 }
 
-/// The policy `web` over these egress IPs.
+/// Returns the policy `web` over these egress IPs.
 pub fn web(hosts: &[u8]) -> String {
     policy("web", "PerFlow", hosts)
 }
@@ -189,12 +189,12 @@ fn policy(app: &str, distribution: &str, hosts: &[u8]) -> String {
     )
 }
 
-/// Both addresses of each host number on the external segment.
+/// Returns both addresses of each host number on the external segment.
 pub fn addresses(hosts: &[u8]) -> Vec<IpAddr> {
     Family::BOTH.iter().flat_map(|family| hosts.iter().map(|host| address::external(*host).ip(*family))).collect()
 }
 
-/// How often each egress IP has changed its owner: its object's epoch.
+/// Returns how often each egress IP has changed its owner, which its object's epoch counts.
 pub fn epochs(lab: &Lab) -> BTreeMap<IpAddr, u64> {
     let all = lab.manifests().egress_ips().unwrap_or_default();
     all.into_iter().map(|one| (one.address, one.epoch)).collect()

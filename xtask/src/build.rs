@@ -1,6 +1,6 @@
-//! `cargo xtask build`: the daemon and egressctl, with the eBPF programs embedded.
+//! `cargo xtask build`: builds the daemon and egressctl, with the eBPF programs embedded.
 //!
-//! `.cargo/config.toml` names this machine's target and links statically, so that every build of one profile serves an image too.
+//! `.cargo/config.toml` names this machine's target and links statically, so that an image can use every build of the same profile.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{progress, setup, workspace};
 
-/// Cargo's arguments that select both binaries, and nothing else.
+/// Cargo's arguments that select only both binaries.
 pub const BINARIES: [&str; 3] = ["--package", "egress-daemon", "--bins"];
 
 /// Build egress-daemon and egressctl, with the eBPF programs embedded
@@ -20,7 +20,7 @@ pub struct Args {
     release: bool,
 }
 
-/// Builds as cargo does, warnings and all, and says where the binaries are.
+/// Builds with cargo's usual output, and prints the paths of the binaries.
 pub fn run(args: &Args) -> Result<()> {
     setup::ensure(setup::Scope::Build)?;
     if !command(args.release).status()?.success() {
@@ -31,34 +31,34 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Builds both binaries for a command that needs them, and returns the folder that holds them.
+/// Builds both binaries for a command that needs them, and returns their folder.
 pub fn binaries(release: bool) -> Result<PathBuf> {
     progress::run("build egress-daemon and egressctl", &mut command(release))?;
     Ok(folder(release))
 }
 
-/// The command that builds both binaries.
+/// Returns the command that builds both binaries.
 fn command(release: bool) -> Command {
     let mut command = workspace::cargo("build");
     match release {
         true => command.args(BINARIES).arg("--release"),
-        // With the features of the tests' build: the example, which codegen runs, takes dev-dependencies in.
+        // Build with the features of the tests' build. The example, which codegen runs, pulls in dev-dependencies.
         false => command.args(workspace::PACKAGES).args(["--bins", "--example", "codegen"]),
     };
     command
 }
 
-/// The folder of this machine's binaries.
+/// Returns the folder of this machine's binaries.
 pub fn folder(release: bool) -> PathBuf {
     folder_of(&format!("{}-unknown-linux-gnu", std::env::consts::ARCH), release)
 }
 
-/// The folder of a target's binaries.
+/// Returns the folder of a target's binaries.
 pub fn folder_of(target: &str, release: bool) -> PathBuf {
     workspace::target_dir().join(target).join(if release { "release" } else { "debug" })
 }
 
-/// Copies a program into another folder without its symbols, which are most of it.
+/// Copies a program into another folder without its symbols, which are most of its size.
 pub fn stripped(program: &Path, folder: &Path) -> Result<PathBuf> {
     let path = folder.join(program.file_name().context("a program has a name")?);
     lab::command::output(Command::new("strip").arg("-o").arg(&path).arg(program))?;

@@ -1,4 +1,4 @@
-//! `cargo xtask cluster`: a real Kubernetes on this machine, to play with and to test on.
+//! `cargo xtask cluster`: runs a real Kubernetes cluster on this machine, to try Spillway and to test it.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -11,12 +11,12 @@ use lab::oci::Image;
 use crate::progress::{self, Step};
 use crate::{build, image, setup, workspace};
 
-/// The name of the cluster for people.
+/// The name of the interactive cluster.
 const NAME: &str = "spill";
 const WORKERS: u8 = 3;
 const GATEWAYS: u8 = 3;
 
-/// A real Kubernetes on this machine with Spillway in it: up, down, status
+/// Run a real Kubernetes cluster with Spillway on this machine: up, down, status
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]
@@ -27,22 +27,22 @@ pub struct Args {
 enum ClusterCommand {
     /// Start three workers, three gateways and an outside server, and install Spillway (built once, cached in target/)
     Up {
-        /// Leave the cluster as Kubernetes makes it, without Spillway
+        /// Do not install Spillway
         #[arg(long)]
         bare: bool,
     },
-    /// Stop it, and remove everything that belongs to it or was left behind by killed tests
+    /// Stop the cluster, and remove everything that belongs to it or was left behind by killed tests
     Down,
-    /// Show whether it is up, and the state of its nodes and of Spillway
+    /// Show whether the cluster is up, and the state of its nodes and of Spillway
     Status,
 }
 
-/// Does what `args` ask for.
+/// Runs the subcommand of `args`.
 pub fn run(args: &Args) -> Result<()> {
     match args.action {
         ClusterCommand::Up { bare } => up(bare),
         ClusterCommand::Down => {
-            // Also those of tests that were killed.
+            // This includes the clusters of killed tests.
             for name in lab::cluster::names()? {
                 Cluster::new(&name, &binaries()?, WORKERS, GATEWAYS).down()?;
             }
@@ -53,29 +53,29 @@ pub fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// The folder of the programs that a cluster consists of.
+/// Returns the folder of a cluster's programs. Creates it if necessary.
 pub fn binaries() -> Result<PathBuf> {
     let folder = workspace::target_dir().join("cluster/bin");
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     Ok(folder)
 }
 
-/// Whether all programs of a cluster are built.
+/// Returns whether all programs of a cluster are built.
 pub fn is_built() -> Result<bool> {
     let (sources, binaries) = (workspace::root().join("tests/cluster"), binaries()?);
     let parts = Component::ALL.into_iter().chain([Kubernetes::default().component()]);
     Ok(parts.into_iter().all(|component| component.is_built(&sources, &binaries)))
 }
 
-/// Builds KWOK unless it is built already, and returns it.
+/// Builds KWOK unless it is built already, and returns its path.
 pub fn build_kwok() -> Result<PathBuf> {
     let folder = binaries()?;
     compile([(Component::KWOK, &*folder)], Kubernetes::default())?;
     Ok(folder.join("kwok"))
 }
 
-/// Compiles the components that are not built yet, each into its folder, and removes what Go needed for it: ten times the space of the
-/// programs.
+/// Compiles the components that are not built yet, each into its folder. Removes Go's caches afterwards, which take ten times the space of
+/// the programs.
 fn compile<'a>(components: impl IntoIterator<Item = (Component, &'a Path)>, kubernetes: Kubernetes) -> Result<()> {
     let (sources, cache) = (workspace::root().join("tests/cluster"), workspace::target_dir().join("cluster/go"));
     for (component, into) in components.into_iter().filter(|(component, into)| !component.is_built(&sources, into)) {
@@ -109,7 +109,7 @@ pub fn build(kubernetes: Kubernetes) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Everything but the Kubernetes itself is the same.
+/// Links all programs except Kubernetes itself, which are the same for every version, into `folder`.
 fn share(binaries: &Path, folder: &Path, kubernetes: Kubernetes) -> Result<()> {
     for entry in fs::read_dir(binaries).with_context(|| format!("cannot read {}", binaries.display()))? {
         let (path, name) = entry.map(|entry| (entry.path(), entry.file_name()))?;
@@ -122,12 +122,12 @@ fn share(binaries: &Path, folder: &Path, kubernetes: Kubernetes) -> Result<()> {
     Ok(())
 }
 
-/// The cluster that people play with, whether it is up or not.
+/// Returns the interactive cluster, whether it is up or not.
 pub fn the_cluster() -> Result<Cluster> {
     Ok(Cluster::new(NAME, &binaries()?, WORKERS, GATEWAYS))
 }
 
-/// Starts it, with Spillway in it unless it is to be `bare`.
+/// Starts the interactive cluster, with Spillway unless it is `bare`.
 pub fn start(bare: bool) -> Result<Cluster> {
     setup::ensure(setup::Scope::Cluster)?;
     if let Some(obstacle) = lab::skip::obstacle() {
@@ -159,7 +159,7 @@ fn up(bare: bool) -> Result<()> {
     hints(&cluster)
 }
 
-/// What to do with a cluster that is up.
+/// Prints commands to use with a running cluster.
 pub fn hints(cluster: &Cluster) -> Result<()> {
     let egressctl = build::folder(false).join("egressctl");
     let folder = cluster.kubectl_folder(&[("kubectl-spillway", &egressctl)])?;

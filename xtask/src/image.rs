@@ -1,4 +1,4 @@
-//! `cargo xtask image`: the container image, FROM scratch, as an OCI archive, without Docker; and what is in it (SBOM).
+//! `cargo xtask image`: builds the container image, FROM scratch, as an OCI archive and without Docker, and its SBOM.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::{build, progress, setup, workspace};
 /// The name of the image in the manifests.
 pub const NAME: &str = "ghcr.io/spillway/spillway";
 
-/// What is in the image.
+/// The programs in the image.
 const PROGRAMS: [&str; 2] = ["egress-daemon", "egressctl"];
 
 /// The tag of the image that tests upgrade to.
@@ -22,12 +22,12 @@ pub const NEXT: &str = "next";
 /// Build the container image as an OCI archive, and the list of its contents
 #[derive(clap::Args)]
 pub struct Args {
-    /// Build for amd64 or arm64; the default is this machine's
+    /// Build for amd64 or arm64 [default: this machine's architecture]
     #[arg(long, value_name = "ARCH")]
     arch: Option<String>,
 }
 
-/// Builds the image and says where it is.
+/// Builds the image and prints its path and the SBOM's.
 pub fn run(args: &Args) -> Result<()> {
     let architecture = match &args.arch {
         Some(named) => named.as_str(),
@@ -39,28 +39,28 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// An image of this machine's architecture with the version as its tag, built quickly, without optimizing.
+/// Builds an unoptimized image for this machine's architecture, with the version as its tag.
 pub fn for_tests() -> Result<PathBuf> {
     of_binaries(&build::binaries(false)?, version())
 }
 
-/// An image of this machine's architecture out of programs that are built already, unoptimized.
+/// Makes an image for this machine's architecture from unoptimized programs that are built already.
 pub fn of_binaries(binaries: &Path, tag: &str) -> Result<PathBuf> {
     let (architecture, small) = (architecture()?, workspace::scratch_dir()?.join("image"));
     fs::create_dir_all(&small).with_context(|| format!("cannot make {}", small.display()))?;
-    // Debug information would be most of each node's store of images.
+    // Debug information would take most of the space in each node's image store.
     for program in PROGRAMS {
         build::stripped(&binaries.join(program), &small)?;
     }
     pack(&small, architecture, tag, &format!("{architecture}-debug"))
 }
 
-/// The version that the workspace has.
+/// Returns the workspace's version.
 pub fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
-/// This machine's architecture as images name it.
+/// Returns the name of this machine's architecture in images.
 pub fn architecture() -> Result<&'static str> {
     match std::env::consts::ARCH {
         "x86_64" => Ok("amd64"),
@@ -69,7 +69,7 @@ pub fn architecture() -> Result<&'static str> {
     }
 }
 
-/// Rust's target for an architecture: glibc, linked statically, so that nothing but the file is needed.
+/// Returns Rust's target for an architecture: glibc, which is linked statically, so that a program needs no other file.
 fn target(architecture: &str) -> Result<&'static str> {
     match architecture {
         "amd64" => Ok("x86_64-unknown-linux-gnu"),
@@ -78,7 +78,7 @@ fn target(architecture: &str) -> Result<&'static str> {
     }
 }
 
-/// Writes the image, with the list of its contents next to it.
+/// Writes the image, and next to it the list of its contents.
 fn pack(binaries: &Path, architecture: &str, tag: &str, suffix: &str) -> Result<PathBuf> {
     let folder = workspace::target_dir().join("image");
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -110,7 +110,7 @@ fn sbom_of(archive: &Path) -> PathBuf {
     archive.with_extension("cdx.json")
 }
 
-/// Builds both programs for a target; the folder that holds them.
+/// Builds both programs for a target, and returns their folder.
 fn cross_built(target: &str) -> Result<PathBuf> {
     let mut command = workspace::cargo("build");
     command.args(build::BINARIES).args(["--release", "--target", target]);
@@ -125,7 +125,7 @@ fn cross_built(target: &str) -> Result<PathBuf> {
     Ok(build::folder_of(target, true))
 }
 
-/// The crates that are in the programs, as CycloneDX.
+/// Returns the crates in the programs, as CycloneDX.
 fn contents(target: &str, tag: &str) -> Result<Value> {
     let mut command = workspace::cargo("tree");
     command.args(["--package", "egress-daemon", "--edges", "normal", "--target", target, "--prefix", "none"]);

@@ -1,5 +1,4 @@
-//! What Spillway's developer commands share with the programs that they start: the demo, the benchmark and the soak, which are targets of the package
-//! `tests`.
+//! The code that Spillway's developer commands share with the demo, the benchmark and the soak, which are targets of the package `tests`.
 
 pub mod build;
 pub mod cluster;
@@ -12,7 +11,7 @@ pub mod workspace;
 
 use std::process::ExitCode;
 
-/// The exit status of a program that ran to its end, possibly with the result that something does not hold.
+/// Returns the exit code for a result. `Ok(false)` means that the program ran to its end but a check failed.
 pub fn ended(result: anyhow::Result<bool>) -> ExitCode {
     match result {
         Ok(true) => ExitCode::SUCCESS,

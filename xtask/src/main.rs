@@ -1,5 +1,5 @@
 //! Spillway's developer commands: `cargo xtask setup | build | demo | bench | cluster | image | codegen | tidy | soak | test`. Each
-//! command is a module of its own, but for demo, bench and soak ([`programs`]).
+//! command has its own module, except demo, bench and soak, which share [`programs`].
 
 mod codegen;
 mod guest;
@@ -23,7 +23,7 @@ struct Cli {
 enum Command {
     Setup(setup::Args),
     Build(build::Args),
-    /// Watch Spillway work, and fail, in a small cluster of network namespaces
+    /// Watch Spillway work and handle failures in a small cluster of network namespaces
     #[command(disable_help_flag = true)]
     Demo(programs::Args),
     /// Compare Spillway with plain routing and with a gateway of the stock kernel, on this machine
@@ -31,11 +31,11 @@ enum Command {
     Bench(programs::Args),
     Cluster(cluster::Args),
     Image(image::Args),
-    /// Write what is generated: the CRDs, the chart's templates and docs/reference/settings.md
+    /// Write the generated files: the CRDs, the chart's templates and docs/reference/settings.md
     Codegen(codegen::Args),
     /// Check the rules that no compiler checks: module docs, file sizes, unreached files, links, formatting
     Tidy,
-    /// Run connections and changes of every kind for as long as you like, and judge what a server sees
+    /// Run connections and changes of every kind for as long as you like, and check the results at a server
     #[command(disable_help_flag = true)]
     Soak(programs::Args),
     /// Run checks, unit tests and end-to-end tests, and count them

@@ -1,4 +1,4 @@
-//! Runs a program to its end: every line of its output goes to a log file and to the caller, and a deadline ends it.
+//! Runs a program to its end or until a timeout. Every line of its output goes to a log file and to the caller.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-/// Which output a line came from.
+/// The output stream of a line.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Stream {
     /// Standard output.
@@ -18,17 +18,17 @@ pub enum Stream {
     Err,
 }
 
-/// How often a silent program is looked at.
+/// The interval at which a silent program is checked.
 const TICK: Duration = Duration::from_millis(100);
 
-/// From now on this thread, and the programs that it starts, run only while nothing else wants a processor (`SCHED_IDLE`).
+/// Gives this thread, and the programs that it starts from now on, idle priority (`SCHED_IDLE`).
 pub fn idle() -> Result<()> {
     let mut command = Command::new("chrt");
     command.args(["--idle", "--pid", "0"]).arg(nix::unistd::gettid().to_string());
     lab::command::output(&mut command).map(drop)
 }
 
-/// A command's program, directory and environment, without its arguments.
+/// Returns a command with the same program, directory and environment, but without arguments.
 pub fn without_arguments(command: &Command) -> Command {
     let mut alike = Command::new(command.get_program());
     for (name, value) in command.get_envs() {
@@ -43,7 +43,7 @@ pub fn without_arguments(command: &Command) -> Command {
     alike
 }
 
-/// Runs `command` without input. `None` means that it was killed because `timeout` had passed.
+/// Runs `command` without input. Returns `None` if it was killed because `timeout` had passed.
 pub fn run(
     command: &mut Command,
     log: &Path,
@@ -73,7 +73,7 @@ pub fn run(
             Err(RecvTimeoutError::Disconnected) => {
                 return child.wait().map(Some).with_context(|| format!("cannot wait for {program}"));
             }
-            // A grandchild that outlives the program may hold its output open: after the program's end, silence is enough.
+            // A grandchild that outlives the program may hold its output open. So a silent interval after the program's end ends the run.
             Err(RecvTimeoutError::Timeout) if ended.is_some() => return Ok(ended),
             Err(RecvTimeoutError::Timeout) => {}
         }

@@ -1,5 +1,5 @@
-//! `cargo xtask demo`, `bench` and `soak`: programs of the package `tests` that use the lab. They are compiled when they are asked for, and
-//! read their arguments themselves.
+//! `cargo xtask demo`, `bench` and `soak`: programs of the package `tests` that use the lab. They are compiled on demand, and parse their
+//! own arguments.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -15,7 +15,7 @@ pub struct Args {
     arguments: Vec<OsString>,
 }
 
-/// Builds the program and becomes it.
+/// Builds the program and replaces this process with it.
 pub fn run(name: &str, args: &Args) -> Result<()> {
     let mut command = workspace::cargo("build");
     command.args(workspace::PACKAGES).args(["--example", name]);

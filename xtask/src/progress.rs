@@ -1,4 +1,4 @@
-//! Shows a long step while it runs: a spinner with the program's latest line on a terminal, plain lines elsewhere.
+//! Shows the progress of long steps: a spinner with the program's latest line on a terminal, plain lines elsewhere.
 
 use std::cell::Cell;
 use std::io::IsTerminal;
@@ -12,13 +12,13 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::{process, workspace};
 
-/// A step that takes no longer than this is shown only when it has ended.
+/// Without a terminal, a step that takes no longer than this is shown only when it has ended.
 const SHORT: Duration = Duration::from_secs(2);
 
-/// How much of a failed step's log is shown.
+/// The number of last lines that are shown of a failed step's log.
 const TAIL_LINES: usize = 60;
 
-/// The steps that run side by side, each with a line of its own.
+/// The concurrent steps, each with its own line.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
 /// A step that is being shown.
@@ -26,7 +26,7 @@ pub struct Step {
     title: String,
     started: Instant,
     bar: ProgressBar,
-    /// Without a terminal: whether a line says that the step is in progress.
+    /// Without a terminal, whether a line has announced the step.
     announced: Cell<bool>,
 }
 
@@ -59,7 +59,7 @@ impl Step {
         self.bar.finish_and_clear();
     }
 
-    /// Ends the step with one line: a mark, the title, `detail` and the time it took.
+    /// Ends the step with one line: a mark, the title, `detail` and the duration.
     pub fn end(self, mark: &str, detail: &str) {
         self.bar.finish_and_clear();
         let separator = if detail.is_empty() { "" } else { ": " };
@@ -68,7 +68,7 @@ impl Step {
     }
 }
 
-/// A step that is one program; its output goes to a log, whose end is shown when the program fails.
+/// Runs a program as a step. Its output goes to a log, whose end is shown if the program fails.
 pub fn run(title: &str, command: &mut Command) -> Result<()> {
     let step = Step::start(title);
     let log = log_file(title)?;
@@ -90,7 +90,7 @@ pub fn run(title: &str, command: &mut Command) -> Result<()> {
     }
 }
 
-/// A step that is a function.
+/// Runs a function as a step.
 pub fn run_with<T>(title: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let step = Step::start(title);
     step.at(title);
@@ -102,7 +102,7 @@ pub fn run_with<T>(title: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     result
 }
 
-/// The log file of a step, named after the start of its title.
+/// Returns the log file of a step, which is named after the start of its title.
 pub fn log_file(title: &str) -> Result<PathBuf> {
     let title = title.split(" (").next().unwrap_or_default();
     let name: String =

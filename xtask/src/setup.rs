@@ -1,7 +1,7 @@
-//! `cargo xtask setup`: installs what the build and the tests need, or says exactly what to install.
+//! `cargo xtask setup`: installs the prerequisites of the build and the tests, or says exactly what to install.
 //!
-//! A survey of the machine comes first and costs a fraction of a second; only what it misses is installed, so that `demo`
-//! and `test` can call it every time. Compiled tools go into Spillway's cache, not into the clone and not into `~/.cargo`.
+//! It first surveys the machine, which takes a fraction of a second, and installs only missing parts. So `demo` and `test`
+//! can run it every time. Compiled tools go into Spillway's cache, not into the clone or `~/.cargo`.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -21,17 +21,17 @@ const BPFFS: &str = "/sys/fs/bpf";
 pub struct CargoTool {
     name: &'static str,
     version: &'static str,
-    /// What to say if it is missing.
+    /// The message if it is missing.
     pub remedy: &'static str,
 }
 
-/// Checks licences and where dependencies come from.
+/// Checks licences and the sources of dependencies.
 pub const CARGO_DENY: CargoTool = CargoTool {
     name: "cargo-deny",
     version: "0.20.2",
     remedy: "cargo-deny is not installed: cargo install cargo-deny --locked (some minutes)",
 };
-/// Finds dependencies that nothing uses.
+/// Finds unused dependencies.
 pub const CARGO_MACHETE: CargoTool = CargoTool {
     name: "cargo-machete",
     version: "0.9.2",
@@ -39,18 +39,18 @@ pub const CARGO_MACHETE: CargoTool = CargoTool {
 };
 
 impl CargoTool {
-    /// The program, from the PATH or from the cache.
+    /// Finds the program in the PATH or in the cache.
     pub fn find(&self) -> Option<PathBuf> {
         find_program(self.name).or(self.cached().filter(|path| path.exists()))
     }
 
-    /// Compiles it into the cache.
+    /// Compiles the program into the cache.
     pub fn install(&self) -> Result<PathBuf> {
         let Self { name, version, .. } = self;
         let program = self.cached().with_context(|| format!("HOME is not set: there is no place for {name}"))?;
         let root = program.parent().and_then(Path::parent).unwrap_or(&program);
         let mut command = cargo_install(name, version, root);
-        // Optimizing it takes longer than all that it ever does.
+        // Optimizing the tool would take longer than all its runs.
         command.arg("--debug");
         progress::run(&format!("compile {name} {version} (a minute, once)"), &mut command)?;
         Ok(program)
@@ -62,39 +62,39 @@ impl CargoTool {
     }
 }
 
-/// Install what building and testing need on this machine, or say what to install
+/// Install the prerequisites of building and testing on this machine, or say what to install
 #[derive(clap::Args)]
 pub struct Args {
-    /// Install nothing; say what is missing and fail if anything is
+    /// Install nothing; list what is missing, and fail if anything is
     #[arg(long)]
     check: bool,
 }
 
-/// What a command does, and needs programs for.
+/// The activity of a command, which determines the programs that it needs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
-    /// It compiles the workspace.
+    /// Compiling the workspace.
     Build,
-    /// It makes labs of network namespaces.
+    /// Running labs of network namespaces.
     Lab,
-    /// It also shows alerts.
+    /// Running the demo, which also shows alerts.
     Demo,
-    /// It runs all end-to-end tests in the labs.
+    /// Running all end-to-end tests in the labs.
     Tests,
-    /// It opens a page in a browser.
+    /// Opening the page in a browser.
     Page,
-    /// It compares the death of a gateway with the usual pair.
+    /// Comparing a gateway's failure with the usual pair of keepalived and conntrackd.
     Failover,
-    /// It makes and runs guests with other kernels.
+    /// Making and running guests with other kernels.
     Guests,
-    /// It runs a Kubernetes.
+    /// Running a Kubernetes cluster.
     Cluster,
 }
 
-/// What `cargo xtask setup` installs: whatever `demo` and `test` need, also on a Kubernetes and under other kernels.
+/// The scopes for which `cargo xtask setup` installs: those of `demo` and `test`, including Kubernetes and other kernels.
 const USUAL: [Scope; 4] = [Scope::Demo, Scope::Tests, Scope::Guests, Scope::Cluster];
 
-/// Programs, the Debian packages that have them, and who calls them besides; nobody in particular: every lab.
+/// The programs, the Debian packages that contain them, and the scopes that need them. Without a scope, every lab needs the program.
 const PROGRAMS: [(&str, &str, &[Scope]); 25] = [
     ("ip", "iproute2", &[]),
     ("nft", "nftables", &[]),
@@ -131,7 +131,7 @@ enum Gap {
     BpfFs,
 }
 
-/// `cargo xtask setup`.
+/// Runs `cargo xtask setup`.
 pub fn run(args: &Args) -> Result<()> {
     let gaps = survey(&USUAL);
     if gaps.is_empty() {
@@ -145,7 +145,7 @@ pub fn run(args: &Args) -> Result<()> {
     install(&USUAL)
 }
 
-/// Installs what `scope` lacks; says nothing when nothing is missing.
+/// Installs the missing prerequisites of `scope`. Prints nothing if there are none.
 pub fn ensure(scope: Scope) -> Result<()> {
     if survey(&[scope]).is_empty() { Ok(()) } else { install(&[scope]) }
 }
@@ -164,7 +164,7 @@ fn survey(scopes: &[Scope]) -> Vec<Gap> {
 }
 
 fn install(scopes: &[Scope]) -> Result<()> {
-    // Two commands may be started at once; the second finds everything done.
+    // Two commands may run concurrently. The second one then finds everything installed.
     let cache = toolchain::cache_dir().context("HOME is not set: there is no place for the cache of tools")?;
     fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
     let lock = File::create(cache.join("setup.lock")).context("cannot create the set-up's lock")?;
@@ -183,7 +183,7 @@ fn install(scopes: &[Scope]) -> Result<()> {
     if !packages.is_empty() {
         install_packages(&packages)?;
     }
-    // The packages may have been all that was missing: a linker from the cache that lacked its LLVM library, say.
+    // Survey again, because the packages may have fixed other gaps, such as a cached linker without its LLVM library.
     for gap in survey(scopes) {
         match gap {
             Gap::Part(Part::Linker) => install_linker()?,
@@ -257,14 +257,14 @@ fn install_linker() -> Result<()> {
     let path = std::env::join_paths(std::iter::once(Path::new(&llvm).join("bin")).chain(std::env::split_paths(&path)))?;
     let mut command = cargo_install("bpf-linker", BPF_LINKER_VERSION, &root);
     command.args(["--no-default-features", "--features", &format!("llvm-{LLVM_MAJOR}")]);
-    // Without LLVM_PREFIX it finds another LLVM than the one it is linked with.
+    // Without LLVM_PREFIX, the build may find another LLVM than the one that it links.
     command.env("LLVM_PREFIX", &llvm).env("PATH", path);
     progress::run(&format!("compile bpf-linker {BPF_LINKER_VERSION} (about 2 minutes, once)"), &mut command)
 }
 
 fn cargo_install(package: &str, version: &str, root: &Path) -> Command {
     let mut command = workspace::cargo("install");
-    // Outside of the clone, so that its cargo configuration and target folder are not the tool's.
+    // Run outside the clone, so that the clone's cargo configuration and target folder do not apply to the tool.
     command.current_dir("/").env_remove("CARGO_TARGET_DIR");
     command.args([package, "--version", version, "--locked", "--root"]).arg(root);
     command
@@ -278,7 +278,7 @@ fn bpffs_is_mounted() -> bool {
     nix::sys::statfs::statfs(BPFFS).is_ok_and(|fs| fs.filesystem_type() == nix::sys::statfs::BPF_FS_MAGIC)
 }
 
-/// A program on the PATH, or in the folders that a user's PATH may lack.
+/// Finds a program in the PATH, or in the sbin folders that a user's PATH may lack.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));

@@ -1,28 +1,28 @@
-//! Finds what compiles the eBPF programs: a Rust toolchain with the standard library's sources, and bpf-linker.
+//! Finds the tools that compile the eBPF programs: a Rust toolchain with the standard library's sources, and bpf-linker.
 //!
-//! `egress-node/build.rs` and `cargo xtask setup` both include this file, so that set-up installs exactly what the build
-//! looks for. It knows std only, installs nothing, and decides by what is on the disk.
+//! `egress-node/build.rs` and `cargo xtask setup` both include this file, so that setup installs exactly the tools that the
+//! build looks for. It uses only std, installs nothing, and decides by the files on the disk.
 
 use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The bpf-linker that set-up installs, and the oldest that the build accepts.
+/// The version of bpf-linker that setup installs, and the oldest that the build accepts.
 pub const BPF_LINKER_VERSION: &str = "0.13.0";
-/// The LLVM that set-up builds bpf-linker with. It reads the bitcode of compilers with this LLVM or an older one.
+/// The LLVM version with which setup builds bpf-linker. It reads the bitcode of compilers with this LLVM or an older one.
 pub const LLVM_MAJOR: u32 = 22;
 /// The eBPF target of little-endian machines.
 pub const BPF_TARGET: &str = "bpfel-unknown-none";
 
-/// The oldest compiler, as in the workspace's `rust-version`.
+/// The oldest supported compiler, as in the workspace's `rust-version`.
 const MIN_RUST: Version = Version(1, 95, 0);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Version(u32, u32, u32);
 
 impl Version {
-    /// Reads the first `X.Y.Z` of a `--version` line; a suffix such as `-nightly` is ignored.
+    /// Parses the first `X.Y.Z` of a `--version` line. Ignores a suffix such as `-nightly`.
     fn parse(line: &str) -> Option<Self> {
         line.split_whitespace().find_map(|word| {
             let mut parts = word.split('-').next()?.split('.').map(|part| part.parse().ok());
@@ -31,25 +31,25 @@ impl Version {
     }
 }
 
-/// Everything that a build of the eBPF programs runs.
+/// The tools that a build of the eBPF programs runs.
 #[derive(Debug)]
 pub struct Toolchain {
     /// cargo and rustc of one toolchain.
     pub rust: Rust,
-    /// Path of bpf-linker.
+    /// The path of bpf-linker.
     pub linker: PathBuf,
 }
 
 /// A Rust toolchain that can build `core` from source.
 #[derive(Debug)]
 pub struct Rust {
-    /// Path of cargo, next to `rustc`.
+    /// The path of cargo, next to `rustc`.
     pub cargo: PathBuf,
-    /// Path of the compiler.
+    /// The path of the compiler.
     pub rustc: PathBuf,
 }
 
-/// A half of a toolchain.
+/// A part of a toolchain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// cargo and rustc.
@@ -71,7 +71,7 @@ impl fmt::Display for Part {
 }
 
 impl Part {
-    /// How to install it where set-up does not.
+    /// Returns how to install the part where setup does not.
     pub fn remedy(self) -> String {
         match self {
             Part::Rust => "rustup component add rust-src".to_owned(),
@@ -83,7 +83,7 @@ impl Part {
     }
 }
 
-/// What is missing; its text says what to install.
+/// The missing parts. The error's text says how to install them.
 #[derive(Debug)]
 pub struct Missing(Vec<Part>);
 
@@ -99,7 +99,7 @@ impl fmt::Display for Missing {
 }
 
 impl Toolchain {
-    /// Finds both halves, or says which of them are missing.
+    /// Finds both parts, or returns which of them are missing.
     pub fn find() -> Result<Self, Missing> {
         match (Rust::find(), find_linker()) {
             (Some(rust), Some(linker)) => Ok(Self { rust, linker }),
@@ -110,7 +110,7 @@ impl Toolchain {
         }
     }
 
-    /// `cargo SUBCOMMAND` for the eBPF target, in an environment without what an outer cargo or rustup put there.
+    /// Returns `cargo SUBCOMMAND` for the eBPF target, in an environment without the variables of an outer cargo or rustup.
     pub fn cargo(&self, subcommand: &str) -> Command {
         let mut command = Command::new(&self.rust.cargo);
         for (name, _) in std::env::vars_os() {
@@ -130,16 +130,16 @@ impl Toolchain {
             .arg(subcommand)
             .args(["-Z", "build-std=core", "--target", BPF_TARGET])
             .env("RUSTC", &self.rust.rustc)
-            // `build-std` is a nightly feature; a stable compiler with sources serves as well.
+            // `build-std` is a nightly feature, but it also works with a stable compiler that has the sources.
             .env("RUSTC_BOOTSTRAP", "1")
             .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"));
         command
     }
 }
 
-/// Whether an environment variable describes the build that runs us, so that a nested build must not see it.
+/// Returns whether an environment variable describes the build that runs this code, so that a nested build must not see it.
 fn belongs_to_outer_build(name: &str) -> bool {
-    // Where crates come from and how many jobs may run is the same for both builds.
+    // The sources of crates and the number of jobs are the same for both builds.
     const KEPT: [&str; 3] = ["CARGO_HOME", "CARGO_MAKEFLAGS", "RUSTUP_HOME"];
     const KEPT_PREFIXES: [&str; 4] = ["CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTRIES_", "CARGO_REGISTRY_"];
     // cargo and rustup prepend the outer toolchain's libraries to LD_LIBRARY_PATH; its LLVM is not bpf-linker's.
@@ -152,8 +152,8 @@ fn belongs_to_outer_build(name: &str) -> bool {
 }
 
 impl Rust {
-    /// The first toolchain with the sources: Debian's (its LLVM is the one that set-up links bpf-linker with), the
-    /// active one, then any of rustup's.
+    /// Finds the first toolchain with the sources: Debian's (setup links bpf-linker with its LLVM), the active one, then
+    /// any of rustup's.
     pub fn find() -> Option<Self> {
         let mut candidates = vec![PathBuf::from("/usr/bin/rustc")];
         candidates.extend(search_path("rustc"));
@@ -164,7 +164,7 @@ impl Rust {
         candidates.into_iter().find_map(|rustc| Self::at(&rustc))
     }
 
-    /// The folder of this toolchain's programs.
+    /// Returns the folder of this toolchain's programs.
     pub fn bin_dir(&self) -> PathBuf {
         self.rustc.parent().map(Path::to_path_buf).unwrap_or_default()
     }
@@ -174,14 +174,14 @@ impl Rust {
         if !sysroot.join("lib/rustlib/src/rust/library/core/src/lib.rs").exists() {
             return None;
         }
-        // Not `rustc` itself, which may be rustup's proxy and follow another choice of toolchain in the nested build.
+        // Do not use the given `rustc`: it may be rustup's proxy and choose another toolchain in the nested build.
         let (cargo, rustc) = (sysroot.join("bin/cargo"), sysroot.join("bin/rustc"));
         let version = Version::parse(&first_line(Command::new(&rustc).arg("--version"))?)?;
         (version >= MIN_RUST && cargo.exists()).then_some(Self { cargo, rustc })
     }
 }
 
-/// bpf-linker from Spillway's cache, the PATH or cargo's own bin folder, if it runs and is new enough.
+/// Finds bpf-linker in Spillway's cache, the PATH or cargo's bin folder, if it runs and is new enough.
 pub fn find_linker() -> Option<PathBuf> {
     let minimum = Version::parse(BPF_LINKER_VERSION)?;
     let cached = linker_root().map(|root| root.join("bin/bpf-linker"));
@@ -191,20 +191,20 @@ pub fn find_linker() -> Option<PathBuf> {
         .chain(search_path("bpf-linker"))
         .chain(cargo_bin.map(|home| home.join("bin/bpf-linker")))
         .filter(|path| path.exists())
-        // Running it also shows that its LLVM library is installed.
+        // Running it also checks that its LLVM library is installed.
         .find(|path| {
             let line = first_line(Command::new(path).arg("--version").env_remove("LD_LIBRARY_PATH"));
             line.and_then(|line| Version::parse(&line)).is_some_and(|version| version >= minimum)
         })
 }
 
-/// The folder below which set-up installs bpf-linker (`cargo install --root`). It names the versions, so that a newer
-/// Spillway does not take an older build of it, and it outlives `cargo clean` and the clone.
+/// Returns the folder below which setup installs bpf-linker (`cargo install --root`). Its name contains the versions, so that
+/// a newer Spillway does not use an older build. It outlives `cargo clean` and the clone.
 pub fn linker_root() -> Option<PathBuf> {
     Some(cache_dir()?.join(format!("bpf-linker-{BPF_LINKER_VERSION}-llvm{LLVM_MAJOR}")))
 }
 
-/// `$XDG_CACHE_HOME/spillway`, or `~/.cache/spillway`.
+/// Returns `$XDG_CACHE_HOME/spillway`, or `~/.cache/spillway`.
 pub fn cache_dir() -> Option<PathBuf> {
     Some(env_dir("XDG_CACHE_HOME").or_else(|| Some(env_dir("HOME")?.join(".cache")))?.join("spillway"))
 }

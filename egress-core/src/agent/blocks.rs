@@ -1,9 +1,9 @@
-//! Which port blocks a node takes ports from for new flows, and which ones it gives back. Pure.
+//! Decides which port blocks a node uses for new flows and which it gives back. Pure.
 //!
-//! A block is given back in two steps. First it is retired: the tables are written without it, so that no new flow takes
-//! a port from it. Then, when a count of the flows that began after that write finds none in it, it is released: the
-//! node's status lists it, the controller may lease it to another node, and this node does not use it again until a lease
-//! of a higher revision arrives. A retired block can be taken back into use at any time; a released one cannot.
+//! A block is given back in two steps. First it is retired: the tables are written without it, so no new flow takes a port from it. Once a
+//! count of flows that began after that write finds no flow in the block, it is released: the node's status lists it, the controller may
+//! lease it to another node, and this node does not use it again until a lease of a higher revision arrives. A retired block can be taken
+//! back into use at any time; a released one cannot.
 
 use super::{carriers::Carriers, facts::Facts};
 use crate::{
@@ -16,40 +16,40 @@ use std::{
     time::Duration,
 };
 
-/// The blocks of an egress IP are given back when no policy of this node's pods has used it for this long.
+/// An egress IP's blocks are given back once no policy of this node's pods has used the address for this long.
 pub const UNUSED_AFTER: Duration = Duration::from_secs(30);
-/// A recent need keeps blocks from being given back for at least this long, and for at most twice as long.
+/// Blocks that were needed recently are kept for at least this long, and for at most twice as long.
 pub const LATELY: Duration = Duration::from_secs(15);
-/// The time between a write of the tables and the count that may find a block idle: a packet in progress during the
-/// write has entered its flow by then.
+/// The delay between a write of the tables and a count that may find a block idle. A packet in flight during the write has entered its flow
+/// by then.
 pub const SETTLE: Duration = Duration::from_millis(100);
 
 /// Leased blocks that this node does not use.
 #[derive(Clone, Debug, Default)]
 pub struct Withheld(BTreeMap<IpAddr, OfAddress>);
 
-/// Those of one egress IP.
+/// The withheld blocks of one egress IP.
 #[derive(Clone, Debug, Default)]
 struct OfAddress {
-    /// Since when no policy has used it.
+    /// When policies stopped using the egress IP; absent while a policy uses it.
     unused: Option<Duration>,
-    /// When the tables were first written without the block; absent until they are.
+    /// When the tables were first written without the block; absent until then.
     retired: BTreeMap<u16, Option<Duration>>,
-    /// The highest revision of a lease of the block that the release covers.
+    /// The highest lease revision of each block that its release covers.
     released: BTreeMap<u16, u64>,
-    /// The most blocks that were needed since a time, and in [`LATELY`] before it.
+    /// The start of the current interval of [`LATELY`], and the peak need in it and in the interval before.
     needed: (Duration, [usize; 2]),
 }
 
 /// How much of an egress IP a node keeps.
 struct Keep {
     blocks: usize,
-    /// The rest is retired even if flows use it: they keep their ports, but no new flow gets one.
+    /// Whether to retire surplus blocks even if flows use them: these flows keep their ports, but no new flow gets one.
     drain: bool,
 }
 
-/// The blocks of an egress IP that a node may take ports from: leased to it, known to the carriers of its packets and of its replies,
-/// and not being given back.
+/// Returns the blocks of an egress IP that the node may take ports from: leased to it, known to the carriers of its packets and of its
+/// replies, and not being given back.
 pub fn usable<'a>(
     is: &'a Facts,
     carriers: &Carriers,
@@ -57,7 +57,7 @@ pub fn usable<'a>(
     address: IpAddr,
 ) -> impl Iterator<Item = u16> + use<'a> {
     let fixed = is.objects.plan.egress_ips.get(&address).is_some_and(|e| e.fixed);
-    // A carrier's tables have leases only of egress IPs that its agent has read. This node's own tables have them before the blocks.
+    // A carrier's tables have leases only of egress IPs that its agent has read. This node's own tables have the leases before the blocks.
     let known = |name: &NodeName, says: u64| match is.objects.snapshot.report(name) {
         _ if *name == is.node && is.objects.partial => 0,
         _ if *name == is.node => u64::MAX,
@@ -76,17 +76,17 @@ pub fn usable<'a>(
 }
 
 impl Withheld {
-    /// Whether a block is not to be used for new flows.
+    /// Returns whether a block is withheld from new flows.
     pub fn contains(&self, address: IpAddr, block: u16) -> bool {
         self.0.get(&address).is_some_and(|of| of.contains(block))
     }
 
-    /// The blocks of an egress IP that are given back, each with the highest revision of a lease that this covers.
+    /// Returns the released blocks of an egress IP, each with the highest lease revision that the release covers.
     pub fn released(&self, address: IpAddr) -> Option<&BTreeMap<u16, u64>> {
         self.0.get(&address).map(|of| &of.released)
     }
 
-    /// Decides again. Returns whether the tables have to be rewritten.
+    /// Updates the decisions. Returns whether the tables must be rewritten.
     pub fn update(&mut self, now: &Facts) -> bool {
         self.recover(now.reported());
         self.0.retain(|address, _| now.objects.plan.blocks.contains_key(address));
@@ -127,14 +127,14 @@ impl Withheld {
         changed
     }
 
-    /// The tables have been written according to the last [`update`](Self::update).
+    /// Records that the tables were written according to the last [`update`](Self::update).
     pub fn written(&mut self, now: Duration) {
         for written in self.0.values_mut().flat_map(|of| of.retired.values_mut()) {
             written.get_or_insert(now);
         }
     }
 
-    /// A status with this revision is about to be written: it gives back the blocks that it lists, in all leases up to it.
+    /// Records that a status with this revision is about to be written: it gives back the blocks that it lists, in all leases up to it.
     pub fn publish(&mut self, node: &NodeName, plan: &Plan, lease_revision: u64) {
         for (address, of) in &mut self.0 {
             for (block, covered) in &mut of.released {
@@ -146,7 +146,7 @@ impl Withheld {
         }
     }
 
-    /// The blocks that a status lists are given back, whichever agent wrote it.
+    /// Recovers the releases that a status lists, whichever agent wrote it.
     fn recover(&mut self, reported: Option<&NodeReport>) {
         let Some(report) = reported else { return };
         for (address, demand) in &report.demand {
@@ -163,7 +163,7 @@ impl OfAddress {
         self.retired.contains_key(&block) || self.released.contains_key(&block)
     }
 
-    /// The leased blocks in excess: first those that no flow uses, then those that are retired already.
+    /// Returns the surplus of leased blocks: first idle ones, then those already retired, then those with the fewest flows.
     fn surplus(&mut self, address: IpAddr, leased: &[u16], now: &Facts) -> BTreeSet<u16> {
         self.unused = match now.used.contains(&address) {
             true => None,
@@ -190,8 +190,8 @@ impl OfAddress {
         *last = (*last).max(now.ports.needed(address).into());
     }
 
-    /// How much of an egress IP this node keeps; `None`: all that it has. If no other node needs blocks it keeps twice its share, so that
-    /// nodes that join do not make all others give a block back.
+    /// Returns how much of an egress IP this node keeps; `None` means all that it has. While no other node needs blocks, the node keeps at
+    /// least twice its share, so that joining nodes do not make all others give a block back.
     fn keep(&self, address: IpAddr, now: &Facts) -> Option<Keep> {
         if self.unused.is_some_and(|since| now.now.saturating_sub(since) >= UNUSED_AFTER) {
             return Some(Keep { blocks: 0, drain: true });
@@ -199,7 +199,7 @@ impl OfAddress {
         // Before the first count, every block seems idle.
         now.counted?;
         let plan = now.objects.plan.egress_ips.get(&address)?;
-        // A share of 0 is unknown.
+        // A share of 0 means unknown.
         let share = plan.share.max(1) as usize;
         match (plan.starved, plan.scarce) {
             (true, _) => Some(Keep { blocks: share, drain: true }),

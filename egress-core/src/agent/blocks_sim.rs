@@ -1,4 +1,4 @@
-//! A cluster of planner and agents without a kernel, whose messages may be late.
+//! A simulated cluster of planner and agents, without a kernel. Messages may be late.
 
 use crate::{
     agent::{
@@ -22,13 +22,13 @@ use std::{
     time::Duration,
 };
 
-/// Between two counts.
+/// The time between two counts.
 pub const TICK: Duration = Duration::from_secs(2);
 
 /// An agent without a kernel: its tables are the blocks that new flows may use.
 #[derive(Default)]
 pub struct PortLeaseAgent {
-    /// The plan as far as it has read it.
+    /// The plan as far as this agent has read it.
     pub seen: Plan,
     pub tables: BTreeMap<IpAddr, BTreeSet<u16>>,
     pub flows: Vec<Used>,
@@ -46,7 +46,7 @@ impl PortLeaseAgent {
         self.scan = (ports, Some(now));
     }
 
-    /// Counts if that is due: every [`TICK`], and at once when the programs find ports taken.
+    /// Counts the flows if a count is due: every [`TICK`], and immediately when the programs find ports taken.
     fn scan_if_due(&mut self, now: Duration) {
         let tight = self.tables.iter().any(|(egress, blocks)| {
             let used = self.flows.iter().filter(|flow| flow.egress == *egress).count();
@@ -57,7 +57,7 @@ impl PortLeaseAgent {
         }
     }
 
-    /// One turn of its loop. Without `writes`, the tables cannot be written.
+    /// Runs one turn of the agent's loop. Without `writes`, the tables cannot be written.
     pub fn act(&mut self, node: &NodeName, snapshot: &Snapshot, now: Duration, writes: bool) {
         let mut own = cluster::node(node.as_str(), Labels::new());
         own.report = Some(self.report.clone());
@@ -87,7 +87,7 @@ impl PortLeaseAgent {
         self.report.demand = demand(node, &self.seen, &self.scan.0, &self.withheld);
     }
 
-    /// Reads the plan, but its own leases later.
+    /// Reads the latest plan, except this node's own leases, which arrive later.
     pub fn hear_of_others(&mut self, node: &NodeName, latest: &Plan) {
         let seen = std::mem::replace(&mut self.seen, latest.clone());
         for blocks in self.seen.blocks.values_mut() {
@@ -103,7 +103,7 @@ impl PortLeaseAgent {
         (self.scan, self.past, self.withheld, self.lease_revision) = Default::default();
     }
 
-    /// A new flow takes a port, if there is one; `n` picks the block, the port and the remote.
+    /// Opens a new flow if a port is available; `n` picks the block, the port and the remote.
     pub fn connect(&mut self, egress: IpAddr, n: u16) {
         let usable: Vec<u16> = self.tables.get(&egress).into_iter().flatten().copied().collect();
         if usable.is_empty() {
@@ -126,14 +126,14 @@ pub struct PortLeaseSim {
     pub plan: Plan,
     pub agents: BTreeMap<NodeName, PortLeaseAgent>,
     pub now: Duration,
-    /// How many rounds a lease takes: written, known to the carriers, reported.
+    /// How many rounds a lease takes to be written, known to the carriers and reported.
     pub late: usize,
-    /// The plans of these rounds.
+    /// The plans of these rounds, oldest first. Agents see the oldest.
     on_the_way: VecDeque<Plan>,
 }
 
 impl PortLeaseSim {
-    /// A gateway, one egress IP for each of `ips`, and no worker yet.
+    /// Creates a cluster with one gateway, `ips` egress IPs and no worker.
     pub fn new(ips: u32) -> Self {
         let (mut snapshot, health) = cluster::cluster(1, 0);
         cluster::add_policy(
@@ -161,7 +161,7 @@ impl PortLeaseSim {
         self.snapshot.endpoints.remove(&EndpointId::new("default", &format!("pod{n}"), &format!("pod{n}")));
     }
 
-    /// The controller reads what an agent has written.
+    /// Lets the controller read what an agent has written.
     pub fn deliver(&mut self, name: &NodeName) {
         self.snapshot.nodes.get_mut(name).unwrap().report = Some(self.agents[name].report.clone());
     }
@@ -170,12 +170,12 @@ impl PortLeaseSim {
         self.plan = plan(&self.snapshot, &self.health, &self.plan);
     }
 
-    /// A count, a turn of every agent and a plan.
+    /// Runs a count, a turn of every agent and a plan.
     pub fn round(&mut self) {
         self.round_after(TICK);
     }
 
-    /// [`round`](Self::round) with another tick.
+    /// Runs a [`round`](Self::round) with another tick.
     pub fn round_after(&mut self, tick: Duration) {
         self.now += tick;
         self.on_the_way.push_back(self.plan.clone());
@@ -195,7 +195,7 @@ impl PortLeaseSim {
         self.plan.egress_ips.keys().copied().collect()
     }
 
-    /// What must hold at any time: what a node uses or may use is leased to it, whatever the others have read.
+    /// Checks the invariant: a block that a node uses or may use is leased to it, whatever the others have read.
     pub fn check(&self) -> Result<(), TestCaseError> {
         for (name, agent) in &self.agents {
             let holder = |address: &IpAddr, block: u16| Some(&self.plan.blocks.get(address)?.get(&block)?.node);

@@ -1,4 +1,4 @@
-//! Blocks in two steps: properties over a simulation of planner and agents.
+//! Tests of the two-step release of blocks, over a simulation of planner and agents.
 
 use super::{sim::PortLeaseSim, *};
 use crate::{
@@ -51,7 +51,7 @@ proptest! {
                 },
                 _ => {
                     world.replan();
-                    // Agents must be right whatever shares they are told.
+                    // Agents must behave correctly whatever shares they are told.
                     if let Some(e) = world.plan.egress_ips.get_mut(&address) {
                         (e.share, e.scarce, e.starved) = (u32::from(value % 50), value % 2 == 0, value % 3 == 0);
                     }
@@ -62,7 +62,7 @@ proptest! {
     }
 }
 
-/// Lets nodes join one by one. Returns after how many rounds the slowest of them had usable blocks of all egress IPs.
+/// Lets nodes join one by one. Returns how many rounds the slowest of them took to get usable blocks of all egress IPs.
 fn join_one_by_one(world: &mut PortLeaseSim, nodes: usize, mut meanwhile: impl FnMut(&mut PortLeaseSim)) -> usize {
     let mut slowest = 0;
     for n in 0..nodes {
@@ -84,7 +84,7 @@ fn join_one_by_one(world: &mut PortLeaseSim, nodes: usize, mut meanwhile: impl F
 #[test]
 fn forty_nodes_that_join_one_by_one_all_get_blocks() {
     let mut world = PortLeaseSim::new(2);
-    // Retire, count, lease, and write it.
+    // Retire, count, lease, write.
     assert!(join_one_by_one(&mut world, 40, |_| ()) <= 4);
     for ip in world.ips() {
         assert!(world.agents.values().all(|agent| agent.usable(ip) > 0), "every node keeps some");
@@ -119,7 +119,7 @@ fn a_node_that_needs_many_blocks_shares_them_with_one_that_has_none() {
     let remote = ([203, 0, 113, 1].into(), 443, 6);
     let pod = |i: u16| IpAddr::from([10, 0, 0, (i % 8) as u8]);
     let ports = |count: u16| (0..count).map(move |i| Used { pod: pod(i), egress: ip, remote, port: 1024 + i });
-    // It wants all, and has all but the last sixteenth.
+    // The node wants all blocks, and has all except the last sixteenth.
     world.agents.get_mut(&"w0".into()).unwrap().flows = ports(60_000).collect();
     (0..5).for_each(|_| world.round());
     assert_eq!(world.agents[&"w0".into()].usable(ip), 945);
@@ -192,9 +192,9 @@ fn a_release_covers_what_the_status_says_and_nothing_newer() {
     assert!(!is_released(&withheld));
 }
 
-/// What port-ramp requires: the node that ramps loses less than one in a hundred connections, its neighbours keep what they have, and a
-/// minute after it has stopped the blocks are back. There are ten source nodes on three egress IPs. One pod of one node goes from
-/// nothing to `rate` connections a second to one server, each port is in use for `hold`, and leases arrive `late`.
+/// Checks the requirements of port-ramp: the ramping node loses less than one in a hundred connections, its neighbours keep their blocks,
+/// and a minute after the ramp ends the blocks are back. Ten source nodes share three egress IPs. One pod of one node goes from zero to
+/// `rate` connections a second to one server, each port is in use for `hold`, and leases arrive `late`.
 fn ramp(rate: u16, hold: Duration, late: Duration) {
     const STEP: Duration = Duration::from_millis(100);
     const SIZE: usize = egress_common::port_block::SIZE as usize;
@@ -253,7 +253,7 @@ fn port_ramp_a_node_gets_ports_before_it_needs_them_and_gives_them_back() {
     ramp(10_000, Duration::from_secs(2), Duration::from_millis(300));
 }
 
-/// docs/failures.md: port-ramp, on a machine that is so busy that leases take a second.
+/// docs/failures.md: port-ramp, on a machine so busy that leases take a second.
 #[test]
 fn port_ramp_leases_that_are_late_come_in_time() {
     ramp(3_500, Duration::from_secs(4), Duration::from_secs(1));

@@ -1,9 +1,9 @@
-//! Which carriers the packets of each egress IP go to, and which egress IPs this node answers ARP and NDP for, or has routes to. Pure.
+//! Decides which carriers packets of each egress IP go to, and which egress IPs this node answers ARP and NDP for or has routes to. Pure.
 //!
-//! The plan names the carriers of an egress IP in order. Packets go to the first of them that answers probes (`outbound: Owner`), or each
-//! flow to one of those that do. The first carrier that is able answers for the address. When it stops answering probes, or its answers
-//! say that it is not able, the next one takes over without coordination. A gateway keeps no state of flows, so for the outside it makes
-//! no difference which carrier a packet takes, or whether two answer for a moment.
+//! The plan lists the carriers of an egress IP in order. With `outbound: Owner`, packets go to the first carrier that answers probes;
+//! otherwise flows are spread over all that do. The first able carrier answers for the address. When it stops answering probes, or its
+//! answers say that it is not able, the next carrier takes over without coordination. Gateways keep no flow state, so the outside sees no
+//! difference if packets change carriers or two carriers answer for a moment.
 
 use super::facts::{Facts, LeftInUse};
 use crate::{
@@ -17,11 +17,11 @@ use std::{
     time::Duration,
 };
 
-/// How long a node forwards for an egress IP after it ceased to be its carrier, and after its own report ceased to say that it is: the
+/// How long a node keeps forwarding for an egress IP after it ceased to be a carrier and its own report ceased to list the address: the
 /// time for every source node to read that.
 pub const LINGER: Duration = Duration::from_secs(5);
 
-/// What was decided.
+/// The agent's decisions about carriers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Carriers {
     used: BTreeMap<IpAddr, Vec<NodeName>>,
@@ -33,10 +33,10 @@ pub struct Carriers {
     lingers: BTreeMap<IpAddr, Duration>,
 }
 
-/// How good a carrier is, the best last.
+/// How good a carrier is, in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Worth {
-    /// It does not answer, or its node is gone.
+    /// It does not answer probes, or its node is gone.
     Dead,
     /// It has not confirmed yet that it carries the address and knows this node's blocks of it.
     Unready,
@@ -47,15 +47,15 @@ enum Worth {
 }
 
 impl Carriers {
-    /// An agent that starts. An earlier one has left the kernel forwarding for the `carried` egress IPs, answering for those marked so, and
-    /// sending to the `used` carriers.
+    /// Restores the state of an earlier agent, which left the kernel forwarding for the `carried` egress IPs, answering for those marked
+    /// `true`, and sending to the `used` carriers.
     pub fn recover(carried: &BTreeMap<IpAddr, bool>, used: &BTreeMap<IpAddr, LeftInUse>) -> Self {
         let answered = carried.iter().filter(|(_, answers)| **answers).map(|(ip, _)| *ip).collect();
         let used = used.iter().map(|(ip, left)| (*ip, left.carriers.clone())).collect();
         Self { carried: carried.keys().copied().collect(), answered, used, ..Self::default() }
     }
 
-    /// Takes note of the plan, reports and probes.
+    /// Updates the decisions from the plan, reports and probes.
     pub fn update(&mut self, c: &Facts) {
         let planned = |ip: &IpAddr| c.objects.plan.egress_ips.get(ip).is_some_and(|e| e.owner.is_some());
         self.used.retain(|ip, _| planned(ip));
@@ -75,12 +75,12 @@ impl Carriers {
                 self.replying.insert(*ip, replying(c, *ip, e));
             }
             let Some(place) = worth.iter().position(|(name, _)| **name == c.node) else { continue };
-            // It would not know whose replies it gets.
+            // Without all leases, this node cannot tell which node a reply belongs to.
             if c.objects.partial {
                 continue;
             }
             self.carried.insert(*ip);
-            // A node that answers continues until one before it is known to carry the address; no other takes over from a live one.
+            // A node that answers yields only to an earlier good carrier. Another takes over only if all earlier ones are dead or unable.
             let yields = if before.contains(ip) { Worth::Good } else { Worth::Unready };
             let taken = worth[..place].iter().any(|(name, worth)| {
                 let known = before.contains(ip) && c.probes.get(*name) == Some(&ProbeState::Unknown);
@@ -91,7 +91,7 @@ impl Carriers {
                 Announce::Arp if !taken && (!c.doubted || before.contains(ip)) => {
                     self.answered.insert(*ip);
                 }
-                // Once its own report is read back, source nodes use no block that it does not know.
+                // Once this node has read back its own report, source nodes use no block that it does not know.
                 Announce::Route if c.objects.snapshot.report(&c.node).is_some_and(|own| own.carries.contains(ip)) => {
                     self.advertised.insert(*ip);
                 }
@@ -99,44 +99,44 @@ impl Carriers {
             }
         }
         self.lingers.retain(|ip, until| c.now < *until && c.objects.plan.egress_ips.contains_key(ip));
-        // Away from the API server, this node cannot take its report back, and may be planned to carry the address again meanwhile.
+        // While cut off from the API server, this node cannot withdraw its report, and the plan may make it a carrier again meanwhile.
         let reported = c.objects.snapshot.report(&c.node).into_iter().flat_map(|own| own.carries.iter().copied());
         let left = carried.into_iter().chain(reported).filter(planned);
         self.lingers.extend(left.map(|ip| (ip, c.now + LINGER)));
         self.lingers.retain(|ip, _| !self.carried.contains(ip));
     }
 
-    /// The carriers that this node's packets of an egress IP go to, the first one first.
+    /// Returns the carriers that this node sends packets of an egress IP to, in order.
     pub fn used(&self, ip: IpAddr) -> &[NodeName] {
         self.used.get(&ip).map_or(&[], Vec::as_slice)
     }
 
-    /// The first of them.
+    /// Returns the first carrier in use for an egress IP.
     pub fn gateway(&self, ip: IpAddr) -> Option<&NodeName> {
         self.used(ip).first()
     }
 
-    /// Whether this node sends packets with this egress IP to the outside, and takes replies from there.
+    /// Returns whether this node sends packets with this egress IP to the outside and accepts replies from there.
     pub fn forwards(&self, ip: IpAddr) -> bool {
         self.carried.contains(&ip) || self.lingers.contains_key(&ip)
     }
 
-    /// The egress IPs that this node carries by the plan.
+    /// Returns the egress IPs that this node carries according to the plan.
     pub fn carried(&self) -> &BTreeSet<IpAddr> {
         &self.carried
     }
 
-    /// Whether this node answers ARP and NDP for it.
+    /// Returns whether this node answers ARP and NDP for an egress IP.
     pub fn answers(&self, ip: IpAddr) -> bool {
         self.answered.contains(&ip)
     }
 
-    /// The egress IPs for which this node answers.
+    /// Returns the egress IPs that this node answers ARP and NDP for.
     pub fn answered(&self) -> &BTreeSet<IpAddr> {
         &self.answered
     }
 
-    /// Those that it did not answer for `before`, each with the carrier that it replaces: the first one, which is dead.
+    /// Returns the egress IPs that this node did not answer for `before`, each with the dead first carrier that it replaces.
     pub fn taken_over<'a>(&self, c: &'a Facts, before: &BTreeSet<IpAddr>) -> Vec<(IpAddr, &'a NodeName)> {
         let of = |ip: &IpAddr| {
             let first = c.objects.plan.egress_ips.get(ip)?.order().find(|name| **name != c.node)?;
@@ -145,30 +145,30 @@ impl Carriers {
         self.answered.difference(before).filter_map(of).collect()
     }
 
-    /// The egress IPs with a carrier that was used until the last update and no longer is. It may have failed: a plan without it can arrive
+    /// Returns the egress IPs that stopped using a carrier in the last update. The carrier may have failed: a plan without it can arrive
     /// before its probes are missed.
     pub fn turned_away(&self) -> &BTreeSet<IpAddr> {
         &self.turned_away
     }
 
-    /// The egress IPs that this node has routes to for others: every carrier that is able has them, in whatever order.
+    /// Returns the egress IPs that this node keeps routes to for others. Every able carrier has them, whatever its place in the order.
     pub fn advertised(&self) -> &BTreeSet<IpAddr> {
         &self.advertised
     }
 
-    /// The carriers to which routers may send replies, even if this node sends them nothing.
+    /// Returns the carriers to which routers may send replies, even if this node sends them no packets.
     pub fn replying(&self, ip: IpAddr) -> &[NodeName] {
         self.replying.get(&ip).map_or(&[], Vec::as_slice)
     }
 
-    /// The other carriers of the egress IPs that this node carries.
+    /// Returns the other carriers of the egress IPs that this node carries.
     pub fn peers(&self, node: &NodeName, plan: &Plan) -> BTreeSet<NodeName> {
         let carried = plan.egress_ips.iter().filter(|(ip, _)| self.carried.contains(*ip));
         carried.flat_map(|(_, e)| e.order()).filter(|name| *name != node).cloned().collect()
     }
 
-    /// The gateways whose liveness matters to this node, each with an egress IP that it carries: those of the egress IPs that its pods use,
-    /// and of those that it carries itself.
+    /// Returns the gateways whose liveness matters to this node, each with an egress IP that it carries: the carriers of the egress IPs
+    /// that this node's pods use or that it forwards for itself.
     pub fn watched<'a>(
         &self,
         node: &NodeName,
@@ -181,7 +181,7 @@ impl Carriers {
         carriers.filter(|(name, _)| *name != node).collect()
     }
 
-    /// Whether other carriers take over all that this node answers for, or has routes to, as soon as it stops.
+    /// Returns whether other carriers take over everything that this node answers for or has routes to as soon as it stops.
     pub fn are_replaceable(&self, node: &NodeName, plan: &Plan, probes: &BTreeMap<NodeName, ProbeState>) -> bool {
         let answered = plan.egress_ips.iter().filter(|(ip, _)| self.answers(**ip) || self.advertised().contains(*ip));
         let others =
@@ -189,7 +189,7 @@ impl Carriers {
         answered.map(|(_, e)| e).all(others)
     }
 
-    /// When [`update`](Self::update) will change something without new input.
+    /// Returns when [`update`](Self::update) will change something without new input.
     pub fn next(&self) -> Option<Duration> {
         self.lingers.values().min().copied()
     }
@@ -212,7 +212,7 @@ impl Carriers {
         }
     }
 
-    /// Whether a carrier knows all blocks of this node that the one in use knows. Carriers that are dead are not waited for.
+    /// Returns whether a carrier knows all blocks of this node that the carriers in use know. Dead carriers are not waited for.
     fn is_current(&self, c: &Facts, ip: IpAddr, name: &NodeName) -> bool {
         let known = |name: &NodeName| c.known_by(name, ip);
         let used =
@@ -224,29 +224,29 @@ impl Carriers {
     }
 }
 
-/// The carriers of a routed egress IP that have a route to it: those that report that they carry it, and are not dead.
+/// Returns the carriers of a routed egress IP that have a route to it: those that report that they carry it and are not dead.
 fn replying(c: &Facts, ip: IpAddr, e: &EgressIpPlan) -> Vec<NodeName> {
     let reports = |name: &&NodeName| c.objects.snapshot.report(name).is_some_and(|report| report.carries.contains(&ip));
     e.order().filter(reports).filter(|name| c.probes.get(*name) != Some(&ProbeState::Dead)).cloned().collect()
 }
 
-/// Which carriers the packets of an egress IP leave through.
+/// Returns which carriers the packets of an egress IP leave through.
 pub fn outbound(snapshot: &Snapshot, e: &EgressIpPlan) -> Outbound {
     attachment(snapshot, e).outbound
 }
 
-/// How the outside reaches an egress IP.
+/// Returns how the outside reaches an egress IP.
 pub fn announce(snapshot: &Snapshot, e: &EgressIpPlan) -> Announce {
     attachment(snapshot, e).announce
 }
 
-/// How a floating egress IP is reached: as its pool says or, if the pool is gone, as the controller remembers.
+/// Returns the attachment of a floating egress IP: that of its pool or, if the pool is gone, the one that the controller remembers.
 pub fn attachment(snapshot: &Snapshot, e: &EgressIpPlan) -> NetworkAttachment {
     let pool = e.pool.as_ref().and_then(|pool| snapshot.pools.get(pool));
     if e.fixed { NetworkAttachment::default() } else { pool.map_or(e.attachment, Pool::attachment) }
 }
 
-/// The carriers to use: all good ones, or the first of the best ones.
+/// Returns the carriers to use: all good ones if flows are spread, otherwise the first of the best ones.
 fn use_of(outbound: Outbound, worth: &[(&NodeName, Worth)]) -> Vec<NodeName> {
     let best = worth.iter().map(|(_, worth)| *worth).max();
     let all = outbound == Outbound::Spread && best == Some(Worth::Good);

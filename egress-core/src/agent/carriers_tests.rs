@@ -1,4 +1,4 @@
-//! Which carriers packets go to, and who answers, in small worlds.
+//! Tests which carriers packets go to and which nodes answer, in small clusters.
 
 use super::{
     carriers::{Carriers, LINGER},
@@ -150,8 +150,8 @@ fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
     assert!(!carriers.forwards(left));
 }
 
-/// A node that is away from the API server cannot take back what it has reported. When it returns, it may be planned to carry the address
-/// again, and source nodes use it at once.
+/// A node that is cut off from the API server cannot withdraw its report. When it returns, the plan may have it carry the address again,
+/// and source nodes use it immediately.
 #[test]
 fn a_node_forwards_for_as_long_as_its_own_report_says_that_it_carries() {
     let (mut world, mut carriers, left) = (FactsFixture::new(), Carriers::default(), ip(OWNED[2].0));
@@ -249,7 +249,7 @@ fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() 
     world.egress(0).pool = Some(id);
     carried_by(&mut world, 0, &["me", "g1"]);
     let blocks = |world: &FactsFixture| world.view().egress_ips[&address].blocks.len();
-    // It is alive and lags behind: this node sends it nothing.
+    // g1 is alive but lags behind. This node sends it nothing.
     report(&mut world, "g1").carries = [address].into();
     world.known.insert("g1".into(), 0);
     assert_eq!(blocks(&world), 0, "a node that has a route does not know the block");

@@ -1,4 +1,4 @@
-//! What a node reports about the port blocks that it needs. Pure.
+//! The demand for port blocks that a node reports. Pure.
 
 use super::{blocks::Withheld, ports::Ports};
 use crate::{
@@ -10,7 +10,7 @@ use std::{
     net::IpAddr,
 };
 
-/// What the node reports for every egress IP that it has blocks of.
+/// Returns the demand to report for the egress IPs that the node has blocks of.
 pub fn demand(node: &NodeName, plan: &Plan, ports: &Ports, withheld: &Withheld) -> BTreeMap<IpAddr, Demand> {
     let mut all = BTreeMap::new();
     for (address, blocks) in &plan.blocks {

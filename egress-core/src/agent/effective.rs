@@ -1,9 +1,9 @@
-//! When a new policy takes its destinations over from another one. Pure.
+//! Decides when a new policy takes over destinations from another one. Pure.
 //!
-//! A policy is in force from the moment that the agent reads it: traffic that only it matches is dropped until it has a slot.
-//! But if another policy already serves the same destinations, that one continues until the new one can: add before delete,
-//! for the time that the controller needs to find addresses, owners and port blocks. A policy that was removed and created
-//! again is a new one: its status counts only after the controller has processed it.
+//! A policy is in force as soon as the agent reads it: traffic that only it matches is dropped until it has a slot. But if another policy
+//! already serves the same destinations, that policy continues until the new one can serve them (add before delete), while the controller
+//! finds addresses, owners and port blocks. A policy that was removed and recreated is a new policy: its status counts only after the
+//! controller has processed it.
 
 use super::facts::Facts;
 use crate::{
@@ -17,11 +17,11 @@ use std::{
     time::Duration,
 };
 
-/// How long a policy without usable slots leaves its destinations to others. After that it takes them: a policy that
-/// cannot be carried out drops.
+/// How long a policy without usable slots leaves its destinations to other policies. After that it takes them, and traffic is dropped while
+/// the policy cannot be carried out.
 pub const GRACE: Duration = Duration::from_secs(10);
 
-/// The policies that come first where they match, and since when the others have been known.
+/// The policies that take precedence where they match, and since when the others have been known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Effective {
     policies: BTreeSet<PolicyId>,
@@ -30,13 +30,13 @@ pub struct Effective {
 }
 
 impl Effective {
-    /// What an earlier agent had in force.
+    /// Restores the policies that an earlier agent had in force.
     pub fn recover(policies: BTreeSet<PolicyId>) -> Self {
         Self { policies, ..Self::default() }
     }
 
-    /// Takes note of the policies as they are at `now`, on any clock that only goes forward, and of those that the
-    /// controller has not processed yet.
+    /// Updates the state from the policies at `now`, on any clock that only goes forward, and from the set of policies that the controller
+    /// has not processed yet.
     pub fn update(
         &mut self,
         policies: &BTreeMap<PolicyId, (&Policy, PolicyView)>,
@@ -56,14 +56,14 @@ impl Effective {
         }
     }
 
-    /// Whether a policy comes first where it matches.
+    /// Returns whether a policy takes precedence where it matches.
     #[cfg(test)]
     pub fn comes_first(&self, id: &PolicyId) -> bool {
         self.policies.contains(id)
     }
 
-    /// The merged destinations of a class: those of the policies that come first, and where none of them matches, those
-    /// of the others.
+    /// Returns the merged destinations of a class: those of the policies that take precedence and, where none of them matches, those of the
+    /// others.
     pub fn merge(&self, facts: &Facts, class: &BTreeSet<PolicyId>) -> Vec<(IpNet, Option<PolicyId>)> {
         let (first, rest): (Vec<_>, Vec<_>) = class.iter().partition(|id| self.policies.contains(*id));
         let first = classes::merge(&facts.objects.snapshot.policies, first);
@@ -74,20 +74,20 @@ impl Effective {
     }
 }
 
-/// Whether a policy has a slot for new flows in every family that it steers.
+/// Returns whether a policy has a slot for new flows in every family that it steers.
 pub(super) fn can_serve(policy: &Policy, view: &PolicyView) -> bool {
     let usable = |family| view.slots.iter().any(|s| s.usable && Family::of(s.address) == family);
     [Family::V4, Family::V6].into_iter().filter(|f| policy.serves(*f)).all(usable)
 }
 
-/// The table that resolves as `first` does, and as `rest` does where `first` has no policy.
+/// Returns a table that resolves like `first`, and like `rest` where `first` has no policy.
 fn overlay(first: &[(IpNet, Option<PolicyId>)], rest: &[(IpNet, Option<PolicyId>)]) -> Vec<(IpNet, Option<PolicyId>)> {
     let tables = [first, rest].map(|t| t.iter().map(|(n, p)| (*n, p.clone())).collect::<BTreeMap<_, _>>());
     let nets: BTreeSet<IpNet> = tables.iter().flat_map(|t| t.keys().copied()).collect();
     nets.into_iter().map(|net| (net, look_up(&tables[0], net).or_else(|| look_up(&tables[1], net)))).collect()
 }
 
-/// The policy of the longest prefix that covers `net`.
+/// Returns the policy of the longest prefix that covers `net`.
 fn look_up(table: &BTreeMap<IpNet, Option<PolicyId>>, net: IpNet) -> Option<PolicyId> {
     std::iter::successors(Some(net), IpNet::supernet).find_map(|n| table.get(&n)).cloned().flatten()
 }

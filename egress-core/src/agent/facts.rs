@@ -26,17 +26,17 @@ pub type Classes = BTreeMap<EndpointId, BTreeSet<PolicyId>>;
 /// The objects as last read.
 #[derive(Clone, Debug, Default)]
 pub struct Objects {
-    /// The model; the pods of one node are enough.
+    /// The model. Of the pods, those of this node suffice.
     pub snapshot: Snapshot,
-    /// What the controller has decided.
+    /// The controller's decisions.
     pub plan: Plan,
-    /// Only the leases of some nodes have been read, though perhaps not of all that the plan needs: this node carries nothing meanwhile.
+    /// Whether the leases of only some nodes have been read, perhaps not all that the plan needs. Meanwhile this node carries nothing.
     pub partial: bool,
-    /// The policies that it has not processed yet.
+    /// The policies that the controller has not processed yet.
     pub unanswered: BTreeSet<PolicyId>,
 }
 
-/// What flows of an egress IP use.
+/// The carriers and blocks that flows of an egress IP use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeftInUse {
     /// The carriers.
@@ -56,89 +56,89 @@ pub struct Facts {
     pub objects: Arc<Objects>,
     /// Links and addresses.
     pub links: Arc<LinkTable>,
-    /// What the links are for.
+    /// The roles of the links.
     pub roles: Roles,
     /// Index of the tunnel device.
     pub tunnel: u32,
-    /// Interfaces with the program that translates first packets.
+    /// The interfaces with the program that translates first packets.
     pub exits: BTreeSet<u32>,
-    /// Another party's program may deliver packets to pods past ours.
+    /// Whether another party's program may deliver packets to pods without passing ours.
     pub bypass: bool,
     /// The policies that select each pod.
     pub classes: Classes,
     /// Pods whose objects are gone while their interfaces are not.
     pub gone: BTreeMap<EndpointId, EndpointView>,
-    /// The interfaces of pods by the addresses behind them.
+    /// The interface that each pod address is behind.
     pub interfaces: BTreeMap<IpAddr, u32>,
     /// The egress IPs of the policies that select pods.
     pub used: BTreeSet<IpAddr>,
-    /// The state of the gateways, by their probes.
+    /// The state of each gateway, according to its probes.
     pub probes: BTreeMap<NodeName, ProbeState>,
-    /// By gateway that has answered: the revision up to which this node's leases are in its tables.
+    /// By gateway that has answered: the revision up to which its tables have this node's leases.
     pub known: BTreeMap<NodeName, u64>,
-    /// What an earlier agent has left in use. Forgotten once every gateway has answered or is dead.
+    /// The carriers and blocks that an earlier agent has left in use. Forgotten once every gateway has answered or is dead.
     pub left: BTreeMap<IpAddr, LeftInUse>,
     /// Whether this node is able to carry egress IPs: their uplinks are up, and other nodes reach it.
     pub able: bool,
-    /// Whether this node may be cut off, rather than the others dead: it takes over from none.
+    /// Whether this node may be cut off, rather than the others dead. If so, it takes over from none.
     pub doubted: bool,
-    /// What the flows use.
+    /// The ports that flows use.
     pub ports: Ports,
     /// When the count of the flows began; absent before the first one.
     pub counted: Option<Duration>,
     /// Destinations that no policy touches, as configured by the administrator.
     pub except_cidrs: Vec<IpNet>,
-    /// These, networks that may be the cluster's although no object names them, and this node's addresses on dummy devices.
+    /// `except_cidrs`, networks that may be the cluster's although no object names them, and this node's addresses on dummy devices.
     pub left_alone: Vec<IpNet>,
     /// The Service of the API server, if it is known.
     pub api_server: Option<IpNet>,
-    /// ARP and NDP are not to be answered at all.
+    /// Whether ARP and NDP must not be answered at all.
     pub silent: bool,
 }
 
 impl Facts {
-    /// The last report of this node's agent, or of the one before it.
+    /// Returns the last report of this node's agent, or of the one before it.
     pub fn reported(&self) -> Option<&NodeReport> {
         self.objects.snapshot.report(&self.node)
     }
 
-    /// The addresses that it reports, each with its link.
+    /// Returns the addresses that this node reports, each with its link.
     pub fn addresses(&self) -> Vec<(&Link, IpNet)> {
         reported(&self.node, &self.objects.snapshot, &self.links, &self.roles)
     }
 
-    /// Whether the plan uses this node as a gateway, or asks whether it is alive.
+    /// Returns whether the plan names this node as a carrier of an egress IP.
     pub fn is_named(&self) -> bool {
         self.objects.plan.egress_ips.values().flat_map(EgressIpPlan::order).any(|name| *name == self.node)
     }
 
-    /// The revision up to which this node's leases are in its tables after the next write. It never falls in a report, or blocks that
-    /// were given back would seem not to be.
+    /// Returns the revision up to which this node's leases are in its tables after the next write. It never falls from one report to the
+    /// next: otherwise released blocks would seem to be in use again.
     pub fn leases(&self) -> u64 {
         let reported = self.reported().map_or(0, |report| report.own_lease_revision);
         self.objects.plan.highest_lease_of(&self.node).max(reported)
     }
 
-    /// The revision up to which a carrier knows this node's leases of an egress IP: as it says, or at least what was in use with it when
-    /// this agent started.
+    /// Returns the revision up to which a carrier knows this node's leases of an egress IP: the one that it reported or, until it has
+    /// answered, that of the blocks that were in use with it when this agent started.
     pub fn known_by(&self, carrier: &NodeName, address: IpAddr) -> u64 {
         let was_used = self.left.get(&address).is_some_and(|left| left.carriers.contains(carrier));
         if was_used { self.known_by_replying(carrier, address) } else { self.known.get(carrier).copied().unwrap_or(0) }
     }
 
-    /// The same for one that this node need not send to, and to which routers may send replies.
+    /// Does the same for a carrier that this node need not send to, but that routers may send replies to.
     pub fn known_by_replying(&self, carrier: &NodeName, address: IpAddr) -> u64 {
         self.known.get(carrier).copied().or_else(|| self.left_in_use(address)).unwrap_or(0)
     }
 
-    /// The highest revision of the blocks of an egress IP that were in use when this agent started.
+    /// Returns the highest lease revision of the blocks of an egress IP that were in use when this agent started.
     fn left_in_use(&self, address: IpAddr) -> Option<u64> {
         let (left, blocks) = (self.left.get(&address)?, self.objects.plan.blocks.get(&address)?);
         let own = left.blocks.iter().filter_map(|block| blocks.get(block)).filter(|lease| lease.node == self.node);
         own.map(|lease| lease.revision).max()
     }
 
-    /// Whether any pool or policy would use this node as a gateway, or the plan does: its pool may be gone.
+    /// Returns whether any pool or policy would use this node as a gateway, or the plan does (its pool may be gone).
     pub fn may_be_gateway(&self) -> bool {
         let snapshot = &self.objects.snapshot;
         let Some(n) = snapshot.nodes.get(&self.node) else { return false };

@@ -1,4 +1,4 @@
-//! Probing the gateways that this node uses, over each transport that leads to them.
+//! Probes the gateways that this node uses, over each transport that leads to them.
 
 use super::transports;
 use crate::{
@@ -29,22 +29,22 @@ pub struct Request {
     pub egress: IpAddr,
 }
 
-/// A probe that came back.
+/// An answer to a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answered {
     /// The number that the request carried.
     pub seq: u64,
-    /// The number of the gateway that the request carried.
+    /// The gateway's number that the request carried.
     pub node_id: u32,
     /// The transport that the request took ([`egress_common::transport`]).
     pub transport: u32,
     /// The transport that the reply took, according to its sender.
     pub back: u32,
-    /// The packet was IPv6.
+    /// Whether the packet was IPv6.
     pub ipv6: bool,
-    /// The gateway is able to carry egress IPs.
+    /// Whether the gateway is able to carry egress IPs.
     pub able: bool,
-    /// The gateway holds its lease.
+    /// Whether the gateway holds its lease.
     pub held: bool,
     /// The revision up to which this node's leases are in the gateway's tables.
     pub leases: u64,
@@ -55,14 +55,14 @@ pub struct Answered {
 pub struct ProbeTarget {
     /// Its tunnel address.
     pub address: IpAddr,
-    /// An egress IP of each family that it owns: probes look like what it forwards.
+    /// An egress IP of each family (`true`: IPv6) that it owns: probes look like the packets that it forwards.
     pub egress: BTreeMap<bool, IpAddr>,
     /// The transports to probe.
     pub transports: BTreeSet<u32>,
 }
 
 impl ProbeTarget {
-    /// The forms of its probes. Only `direct` shows the packet to the network, so only it is probed in both families.
+    /// Returns the forms of its probes. Only `direct` shows the packet to the network, so only `direct` is probed in both families.
     fn forms(&self) -> BTreeSet<Form> {
         let forms = |transport: &u32| {
             let families = self.egress.keys().take(if *transport == DIRECT { 2 } else { 1 });
@@ -77,22 +77,22 @@ struct Gateway {
     number: u32,
     transports: TransportChooser,
     back: Option<u32>,
-    /// Its last answer said that it is able to carry egress IPs.
+    /// Whether its last answer said that it is able to carry egress IPs.
     able: bool,
-    /// It said that it holds its lease.
+    /// Whether it said that it holds its lease.
     held: bool,
     /// The revision up to which it said that it knows this node's leases.
     leases: Option<u64>,
-    /// When it was probed last.
+    /// When it was last probed.
     asked: Option<Duration>,
     /// When its last answer came.
     heard: Option<Duration>,
-    /// When it was found dead the last time, having answered before.
+    /// When it was last found dead after it had answered.
     died: Option<Duration>,
 }
 
 impl Gateway {
-    /// When it is probed next, if those that answer are probed at this pace.
+    /// Returns when it is probed next, if gateways that answer are probed at this pace.
     fn due(&self, pace: Duration) -> Duration {
         let interval = match self.transports.state() {
             ProbeState::Alive => self.transports.interval().min(pace),
@@ -102,27 +102,27 @@ impl Gateway {
     }
 }
 
-/// While one gateway is in doubt, up to this many are probed at the pace of doubt. With more, answers come often enough to tell a
+/// While one gateway is in doubt, up to this many are probed at the pace of doubt. With more gateways, answers come often enough to tell a
 /// dead gateway from a node that is cut off.
 const FEW: usize = 16;
 
-/// The gateways that are probed, and what is known about them. Times are since an arbitrary start.
+/// The probed gateways and what is known about them. Times are since an arbitrary start.
 pub struct Gateways {
     times: ProbeTimes,
     gateways: BTreeMap<NodeName, Gateway>,
     next_number: u32,
     seq: u64,
-    /// How long until those that answer are probed again.
+    /// The interval at which gateways that answer are probed.
     pace: Duration,
 }
 
 impl Gateways {
-    /// No gateway to probe yet.
+    /// Creates the state with no gateway to probe.
     pub fn new(times: ProbeTimes) -> Self {
         Self { times, gateways: BTreeMap::new(), next_number: 1, seq: 0, pace: times.interval }
     }
 
-    /// Probes these nodes from now on, and no others. What is known of a node whose address stays is kept.
+    /// Probes exactly these nodes from now on. Keeps what is known of a node whose address stays the same.
     pub fn set(&mut self, wanted: BTreeMap<NodeName, ProbeTarget>) {
         self.gateways.retain(|name, g| wanted.get(name).is_some_and(|target| target.address == g.target.address));
         for (name, target) in wanted {
@@ -157,7 +157,7 @@ impl Gateways {
         }
     }
 
-    /// The state of each gateway, by its probes.
+    /// Returns the state of each gateway, according to its probes.
     pub fn states(&self) -> BTreeMap<NodeName, ProbeState> {
         let state = |g: &Gateway| match g.transports.state() {
             ProbeState::Alive if !g.able => ProbeState::Unable,
@@ -166,7 +166,7 @@ impl Gateways {
         self.gateways.iter().map(|(n, g)| (n.clone(), state(g))).collect()
     }
 
-    /// Whether one of those that answered has missed a probe, or was just found dead: this node may be the one that is cut off.
+    /// Returns whether a gateway that answered has missed a probe or was just found dead: this node may be the one that is cut off.
     pub fn are_in_doubt(&self, now: Duration) -> bool {
         self.gateways.values().any(|g| match g.transports.state() {
             ProbeState::Dead => g.died.is_some_and(|died| now < died + self.times.interval),
@@ -174,54 +174,54 @@ impl Gateways {
         })
     }
 
-    /// The gateways that answer, and say that they hold their leases.
+    /// Returns the gateways that answer and say that they hold their leases.
     pub fn holding(&self) -> BTreeSet<NodeName> {
         let holds = |g: &Gateway| g.held && g.transports.state() == ProbeState::Alive;
         self.gateways.iter().filter(|(_, g)| holds(g)).map(|(name, _)| name.clone()).collect()
     }
 
-    /// By gateway that has answered: the revision up to which it knows this node's leases.
+    /// Returns, by gateway that has answered, the revision up to which it knows this node's leases.
     pub fn leases(&self) -> BTreeMap<NodeName, u64> {
         self.gateways.iter().filter_map(|(name, g)| Some((name.clone(), g.leases?))).collect()
     }
 
-    /// The transport in force to a gateway; `None` if it is not probed.
+    /// Returns the transport in force to a gateway; `None` if it is not probed.
     pub fn transport(&self, name: &NodeName) -> Option<u32> {
         self.gateways.get(name).map(|g| g.transports.current())
     }
 
-    /// The transport that a gateway answers by.
+    /// Returns the transport by which a gateway answers.
     pub fn back(&self, name: &NodeName) -> Option<u32> {
         self.gateways.get(name)?.back
     }
 
-    /// The state of one transport to a gateway, by its probes; `None` if it is not probed.
+    /// Returns the state of one transport to a gateway, according to its probes; `None` if it is not probed.
     pub fn of(&self, name: &NodeName, transport: u32) -> Option<ProbeState> {
         self.gateways.get(name)?.transports.of(transport)
     }
 
-    /// When a gateway last answered.
+    /// Returns when a gateway last answered.
     pub fn heard(&self, name: &NodeName) -> Option<Duration> {
         self.gateways.get(name)?.heard
     }
 
-    /// The last round trip of a gateway.
+    /// Returns the last round-trip time of a gateway.
     pub fn round_trip(&self, name: &NodeName) -> Option<Duration> {
         self.gateways.get(name)?.transports.round_trip()
     }
 
-    /// Where a gateway is probed.
+    /// Returns the address at which a gateway is probed.
     pub fn address(&self, name: &NodeName) -> Option<IpAddr> {
         self.gateways.get(name).map(|g| g.target.address)
     }
 
-    /// When [`tick`](Self::tick) must be called next, if any gateway is probed.
+    /// Returns when [`tick`](Self::tick) must be called next, if any gateway is probed.
     pub fn next(&self) -> Option<Duration> {
         let times = |g: &Gateway| [Some(g.due(self.pace)), g.transports.next_deadline()];
         self.gateways.values().flat_map(times).flatten().min()
     }
 
-    /// Sends what is due with `send`, and counts what was missed. Returns whether anything has changed.
+    /// Sends the probes that are due with `send`, and counts missed ones. Returns whether anything has changed.
     pub fn tick(&mut self, now: Duration, mut send: impl FnMut(&NodeName, &Request)) -> bool {
         let mut changed = false;
         for (name, g) in &mut self.gateways {
@@ -255,7 +255,7 @@ impl Gateways {
         changed
     }
 
-    /// Takes an answer that has just come. Returns whether anything has changed.
+    /// Processes an answer that has just arrived. Returns whether anything has changed.
     pub fn reply(&mut self, answer: &Answered, now: Duration) -> bool {
         let Some((name, g)) = self.gateways.iter_mut().find(|(_, g)| g.number == answer.node_id) else { return false };
         let form = Form { transport: answer.transport, ipv6: answer.ipv6 };
@@ -278,7 +278,7 @@ impl Gateways {
     }
 }
 
-/// Logs what has changed. Returns whether anything has.
+/// Logs what has changed. Returns whether anything has changed.
 fn log(name: &NodeName, news: &(Option<ProbeTransition>, bool), transport: u32) -> bool {
     match news.0 {
         Some(ProbeTransition::Dead) => tracing::warn!("gateway {name} is dead: it does not answer probes"),
@@ -293,7 +293,7 @@ fn log(name: &NodeName, news: &(Option<ProbeTransition>, bool), transport: u32) 
 
 #[cfg(test)]
 impl Request {
-    /// The answer over IPv4 of a gateway that is able and holds its lease.
+    /// Returns the answer over IPv4 of a gateway that is able and holds its lease.
     pub fn answered(&self, leases: u64) -> Answered {
         let Request { seq, node_id, transport, .. } = *self;
         Answered { seq, node_id, transport, back: transport, ipv6: false, able: true, held: true, leases }
@@ -308,7 +308,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// When each of `count` gateways is probed within a second. All answer at once, but the first one only until 500 ms.
+    /// Returns when each of `count` gateways is probed within a second. All answer immediately, but the first one only until 500 ms.
     fn probed(count: u8) -> BTreeMap<NodeName, Vec<u64>> {
         let mut gateways = Gateways::new(ProbeTimes::default());
         let name = |n: u8| NodeName::from(format!("g{n:02}").as_str());

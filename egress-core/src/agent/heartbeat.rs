@@ -1,8 +1,8 @@
-//! When an agent tells the programs that it is alive, and when it must not speak for its node. Times are since its start. Pure.
+//! Decides when an agent tells the programs that it is alive, and when it must not speak for its node. Times are since its start. Pure.
 
 use std::time::Duration;
 
-/// How many heartbeats an agent sends in the time for which the programs trust one.
+/// How many heartbeats an agent sends in the time for which the programs trust one heartbeat.
 pub const OFTEN: u32 = 8;
 /// How long an agent that was stopped reads what has happened before it announces anything.
 const READ: Duration = Duration::from_secs(1);
@@ -16,13 +16,13 @@ pub struct Heartbeats {
 }
 
 impl Heartbeats {
-    /// An agent that begins to send heartbeats now; the programs trust each for `length`.
+    /// Creates the heartbeats of an agent that begins to send them now; the programs trust each for `length`.
     pub fn new(length: Duration, now: Duration) -> Self {
         Self { length, next: now, silent_until: now }
     }
 
-    /// Whether a heartbeat is due. If the agent was stopped for so long that its last one has expired, the node may have lost its
-    /// egress IPs: the agent reads what has happened before it claims any.
+    /// Returns whether a heartbeat is due. If the agent was stopped for so long that its last heartbeat has expired, the node may have lost
+    /// its egress IPs: the agent reads what has happened before it claims any.
     pub fn look(&mut self, now: Duration) -> bool {
         if now >= self.next + self.length {
             self.silent_until = now + READ;
@@ -31,22 +31,22 @@ impl Heartbeats {
         now >= self.next
     }
 
-    /// A heartbeat was sent.
+    /// Records that a heartbeat was sent.
     pub fn sent(&mut self, now: Duration) {
         self.next = now + self.length / OFTEN;
     }
 
-    /// Whether egress IPs may be announced.
+    /// Returns whether egress IPs may be announced.
     pub fn may_announce(&self, now: Duration) -> bool {
         now >= self.silent_until
     }
 
-    /// When the next heartbeat is due.
+    /// Returns when the next heartbeat is due.
     pub fn next(&self) -> Duration {
         self.next
     }
 
-    /// Until when nothing is announced.
+    /// Returns the time until which nothing is announced.
     pub fn silent_until(&self) -> Duration {
         self.silent_until
     }

@@ -1,4 +1,4 @@
-//! Connections from before a policy selected their pod.
+//! Connections that pods opened before a policy selected them.
 
 use crate::{
     encode::EndpointView,
@@ -8,16 +8,16 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// How long each pod may send on TCP connections from before a policy selected it.
 ///
-/// A pod that was selected when this node first saw it has none. One that was seen with an address while nothing selected it, or that
-/// existed before the first agent, may have some. The ones that it sends on are recorded; one that has been silent for as long as an
-/// established connection may be is over.
+/// A pod that was already selected when this node first saw it has no such connections. A pod that was seen with an address while
+/// unselected, or that existed before the first agent, may have some. Those that it sends on are recorded; a connection that has been
+/// silent for as long as an established connection may be is over.
 #[derive(Default)]
 pub struct Histories {
     known: BTreeMap<EndpointId, History>,
     past_first: bool,
 }
 
-/// What a pod may have from before a policy selected it.
+/// The connections that a pod may have from before a policy selected it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum History {
     /// Nothing.
@@ -29,7 +29,7 @@ enum History {
 }
 
 impl Histories {
-    /// What an earlier agent knew.
+    /// Restores what an earlier agent knew.
     pub fn recover(endpoints: &BTreeMap<EndpointId, EndpointView>) -> Self {
         let history = |pod: &EndpointView| match pod.history_until {
             _ if pod.class.is_empty() => History::Unselected,
@@ -40,7 +40,7 @@ impl Histories {
         Self { past_first: !known.is_empty(), known }
     }
 
-    /// Takes note of the pods as they are now. A connection that is silent from now on is over at the tick `until`.
+    /// Updates the state from the current pods. A connection that is silent from now on is over at the tick `until`.
     pub fn update(&mut self, snapshot: &Snapshot, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>, until: u32) {
         self.known.retain(|id, _| classes.contains_key(id));
         for (id, class) in classes {
@@ -56,7 +56,7 @@ impl Histories {
         self.past_first = true;
     }
 
-    /// The tick from which on a pod has no older connections; 0 for one that no policy selects, or that never had any.
+    /// Returns the tick from which on a pod has no older connections; 0 for a pod that no policy selects or that never had any.
     pub fn until(&self, pod: &EndpointId) -> u32 {
         match self.known.get(pod) {
             Some(History::Until(tick)) => *tick,
@@ -75,7 +75,7 @@ mod tests {
         EndpointId::new("default", name, name)
     }
 
-    /// One pod with an address, and the policies that select it.
+    /// Returns one pod with an address, and the policies that select it.
     fn pod(name: &str, policies: &[&str]) -> (Snapshot, BTreeMap<EndpointId, BTreeSet<PolicyId>>) {
         let ips = [IpAddr::from([10, 0, 0, 7])].into();
         let endpoint = Endpoint { id: id(name), node: "me".into(), ips, labels: Default::default() };
@@ -84,7 +84,7 @@ mod tests {
         (snapshot, [(id(name), class)].into())
     }
 
-    /// The pod as it is in the maps.
+    /// Returns the histories that another agent recovers from the maps.
     fn written(histories: &Histories, classes: &BTreeMap<EndpointId, BTreeSet<PolicyId>>) -> Histories {
         let view = |(pod, class): (&EndpointId, &BTreeSet<PolicyId>)| {
             let history_until = histories.until(pod);
@@ -102,7 +102,7 @@ mod tests {
             (&["one"], 300, 200),
             (&["one", "two"], 400, 200),
             (&["two"], 500, 200),
-            // It has opened connections since.
+            // The pod has opened connections since.
             (&[], 600, 0),
             (&["two"], 700, 700),
         ] {
@@ -114,11 +114,11 @@ mod tests {
             histories.update(&snapshot, &classes, now + 50);
             assert_eq!(histories.until(&web), until, "{policies:?} at {now}, by another agent");
         }
-        // Selected from its start.
+        // A pod selected from its start.
         let (snapshot, classes) = pod("new", &["one"]);
         histories.update(&snapshot, &classes, 800);
         assert_eq!(written(&histories, &classes).until(&id("new")), 0);
-        // There before the first agent.
+        // A pod that existed before the first agent.
         let mut first = Histories::default();
         first.update(&snapshot, &classes, 900);
         assert_eq!(first.until(&id("new")), 900);

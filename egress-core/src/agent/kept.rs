@@ -1,6 +1,6 @@
 //! Pods whose objects are gone while their interfaces are not. Pure.
 //!
-//! `kubectl delete --force` removes the object at once, and the kubelet may take its time, or for ever if it hangs; meanwhile the pod
+//! `kubectl delete --force` removes the object immediately. The kubelet may take its time, or never finish if it hangs; meanwhile the pod
 //! runs and sends. A pod that a policy has selected stays selected until its interface is gone.
 
 use crate::{
@@ -18,8 +18,8 @@ use std::{
     net::IpAddr,
 };
 
-/// The pods in the maps whose objects are gone: with the addresses that are still behind an interface and that no other pod
-/// has, and with the policies that still exist.
+/// Returns the pods in the maps whose objects are gone, with the addresses that are still behind an interface and belong to no other pod,
+/// and with the policies that still exist.
 pub fn gone(
     before: &BTreeMap<EndpointId, EndpointView>,
     snapshot: &Snapshot,
@@ -40,7 +40,7 @@ pub fn gone(
     gone.collect()
 }
 
-/// The pods that an earlier agent has left in the maps. A class is the policies that its routes name.
+/// Returns the pods that an earlier agent has left in the maps. A class consists of the policies that its routes name.
 pub fn recover(tables: &Tables) -> BTreeMap<EndpointId, EndpointView> {
     let names = |kind| tables.names.iter().filter(move |(k, _)| k.kind == kind).map(|(k, n)| (k.id, name_text(n)));
     let policies: BTreeMap<u32, PolicyId> =

@@ -1,8 +1,8 @@
-//! Selected pods that are late: still without an address, or with one that no interface of the node leads to. Pure.
+//! Selected pods that are late: still without an address, or with an address that no interface of the node leads to. Pure.
 //!
-//! While a selected pod is starting, unknown sources are held. A pod that never gets a network (because a Secret is missing, say) must
-//! not hold them for ever: after a while nothing is held for it, and it is reported. When it does continue, its interface appears:
-//! then unknown sources are held until it is known whose that is.
+//! While a selected pod is starting, packets from unknown sources are held. A pod that never gets a network (because a Secret is missing,
+//! say) must not hold them forever: after a time limit nothing is held for it, and it is reported. When it does start, its interface
+//! appears: unknown sources are then held until it is known which pod is behind that interface.
 
 use super::facts::{Classes, Facts};
 use crate::model::{EndpointId, PolicyId, Trouble, TroubleKind};
@@ -15,7 +15,7 @@ use std::{
 /// How long a pod may have an address before an interface must lead to it.
 const REACHED_AFTER: Duration = Duration::from_secs(10);
 
-/// Since when each has been late.
+/// Since when each pod or interface has been late.
 #[derive(Clone, Debug, Default)]
 pub struct Late {
     starting: BTreeMap<EndpointId, Duration>,
@@ -24,14 +24,14 @@ pub struct Late {
     nobodys: BTreeMap<u32, Duration>,
 }
 
-/// Sets `known` to `present`; new entries are there since `now`.
+/// Sets `known` to `present`; new entries begin at `now`.
 fn follow<K: Ord>(known: &mut BTreeMap<K, Duration>, present: BTreeSet<K>, now: Duration) {
     let since: Vec<Duration> = present.iter().map(|key| known.get(key).copied().unwrap_or(now)).collect();
     *known = present.into_iter().zip(since).collect();
 }
 
 impl Late {
-    /// Takes note of the pods and interfaces as they are now.
+    /// Updates the state from the current pods and interfaces.
     pub fn update(&mut self, is: &Facts) {
         let own = || is.objects.snapshot.endpoints.values().filter(|e| e.node == is.node);
         let selected = || own().filter(|e| is.classes.get(&e.id).is_some_and(|class| !class.is_empty()));
@@ -44,18 +44,18 @@ impl Late {
         follow(&mut self.nobodys, is.roles.pods.difference(&taken).copied().collect(), is.now);
     }
 
-    /// Whether unknown sources must be held: a selected pod is starting, or one that is late may be behind a new interface.
+    /// Returns whether unknown sources must be held: a selected pod is starting, or a late pod may be behind a new interface.
     pub fn holds(&self, limit: Duration, now: Duration) -> bool {
         let young = |since: &Duration| now.saturating_sub(*since) < limit;
         self.starting.values().any(young) || !self.starting.is_empty() && self.nobodys.values().any(young)
     }
 
-    /// Whether a pod has been starting for so long that nothing is held for it.
+    /// Returns whether any pod has been starting for so long that nothing is held for it.
     pub fn is_any_overdue(&self, limit: Duration, now: Duration) -> bool {
         self.starting.values().any(|since| now.saturating_sub(*since) >= limit)
     }
 
-    /// What to report, for each policy that selects such a pod.
+    /// Returns the troubles to report, for each policy that selects a late pod.
     pub fn troubles(&self, classes: &Classes, limit: Duration, now: Duration) -> BTreeSet<Trouble> {
         let late = |since: &Duration, limit: Duration| now.saturating_sub(*since) >= limit;
         let not_started = self.starting.iter().filter(|(_, since)| late(since, limit));
@@ -94,7 +94,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// One selected pod and what becomes of it.
+    /// One node and the state of its pods.
     struct NodeFixture {
         late: Late,
         snapshot: Snapshot,
@@ -103,7 +103,7 @@ mod tests {
     }
 
     impl NodeFixture {
-        /// Its pods, each with the number of its addresses.
+        /// Creates a node with these pods, each with the number of its addresses.
         fn new(pods: &[(&str, u8)]) -> NodeFixture {
             let mut snapshot = Snapshot::default();
             for (number, (name, ips)) in pods.iter().enumerate() {
@@ -116,7 +116,7 @@ mod tests {
             NodeFixture { late: Late::default(), snapshot, interfaces: BTreeMap::new(), pods: BTreeSet::new() }
         }
 
-        /// Whether it holds at a time, and what is reported then.
+        /// Returns whether unknown sources are held at a time, and what is reported then.
         fn at(&mut self, seconds: u64) -> (bool, Vec<TroubleKind>) {
             let now = Duration::from_secs(seconds);
             let class = BTreeSet::from([PolicyId::new(PolicyKind::Native, "web")]);
@@ -152,12 +152,12 @@ mod tests {
     #[test]
     fn a_pod_that_starts_late_is_held_once_its_interface_appears() {
         let mut node = NodeFixture::new(&[("web", 0), ("other", 1)]);
-        // An interface that was there before, of a container that is no pod.
+        // An interface that was there before, of a container that is not a pod.
         node.pods = [3, 4].into();
         node.interfaces = [(IpAddr::from([10, 0, 1, 0]), 3)].into();
         assert!(node.at(0).0);
         assert!(!node.at(1_000).0);
-        // Unknown sources are held for the interface of another pod that starts until it is known whose it is.
+        // Unknown sources are held for the interface of another starting pod until it is known which pod is behind it.
         node.pods.insert(5);
         assert!(node.at(1_001).0);
         node.address("other", [10, 0, 1, 1]);

@@ -1,4 +1,4 @@
-//! What an agent decides: from the objects, the links and the probes to what the node's datapath is to contain.
+//! An agent's decisions: from the objects, the links and the probes to the intended contents of the node's datapath.
 
 pub mod blocks;
 pub mod carriers;

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 /// The other end of a flow: address, port in host byte order, protocol.
 pub type Remote = (IpAddr, u16, u32);
 
-/// One translated flow, as far as ports go.
+/// One translated flow, as far as ports are concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Used {
     /// The pod.
@@ -19,14 +19,14 @@ pub struct Used {
     pub port: u16,
 }
 
-/// What the flows of one egress IP use.
+/// The ports that flows of one egress IP use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Use {
     /// Flows by block.
     blocks: BTreeMap<u16, u32>,
     /// The most ports towards one remote address, port and protocol.
     peak: u32,
-    /// The expected peak in [`AHEAD`], if it keeps growing, of each pod [`POD_PORTS`] at most: what the blocks must have room for.
+    /// The expected peak in [`AHEAD`] if it keeps growing, with [`POD_PORTS`] per pod at most: what the blocks must have room for.
     expected: u32,
 }
 
@@ -35,7 +35,7 @@ struct Use {
 pub struct Ports(BTreeMap<IpAddr, Use>);
 
 impl Ports {
-    /// Counts. `growth` is that of this count.
+    /// Counts the ports of these flows. `growth` is the growth up to this count.
     pub fn count(flows: impl IntoIterator<Item = Used>, growth: &Growth) -> Self {
         let mut per_pod: BTreeMap<(IpAddr, Remote), BTreeMap<IpAddr, u32>> = BTreeMap::new();
         let mut ports = Self::default();
@@ -57,22 +57,22 @@ impl Ports {
         ports
     }
 
-    /// How many flows use a block of an egress IP.
+    /// Returns how many flows use a block of an egress IP.
     pub fn flows(&self, egress: IpAddr, block: u16) -> u32 {
         self.0.get(&egress).and_then(|u| u.blocks.get(&block)).copied().unwrap_or(0)
     }
 
-    /// The ports in use towards the busiest remote address, port and protocol, by egress IP.
+    /// Returns the ports in use towards the busiest remote address, port and protocol, by egress IP.
     pub fn peaks(&self) -> BTreeMap<IpAddr, u32> {
         self.0.iter().map(|(egress, u)| (*egress, u.peak)).collect()
     }
 
-    /// How many blocks the flows use, by egress IP.
+    /// Returns how many blocks the flows use, by egress IP.
     pub fn blocks(&self) -> BTreeMap<IpAddr, usize> {
         self.0.iter().map(|(egress, u)| (*egress, u.blocks.len())).collect()
     }
 
-    /// How many blocks of an egress IP the flows are going to need, with room for as many again; at most all that there are.
+    /// Returns how many blocks of an egress IP the flows are going to need, with room for as many ports again; at most all that there are.
     pub fn needed(&self, egress: IpAddr) -> u16 {
         let expected = self.0.get(&egress).map_or(0, |u| u.expected);
         let needed = (expected * LOW_WATER).div_ceil(u32::from(port_block::SIZE));
@@ -83,9 +83,9 @@ impl Ports {
 /// The peaks that a count found.
 #[derive(Clone, Debug)]
 struct Peaks {
-    /// When it began.
+    /// When the count began.
     at: Duration,
-    /// By egress IP.
+    /// The peaks by egress IP.
     peaks: BTreeMap<IpAddr, u32>,
 }
 
@@ -93,13 +93,13 @@ struct Peaks {
 #[derive(Clone, Debug, Default)]
 pub struct Past {
     last: Option<Peaks>,
-    /// At least [`WINDOW`] older.
+    /// The peaks of a count that is at least [`WINDOW`] older.
     earlier: Option<Peaks>,
 }
 
 impl Past {
-    /// What a count that begins now is compared with: the last one and, if that is not old enough, the one before, too. The one before
-    /// alone may be from long before the growth began.
+    /// Returns the peaks that a count that begins now is compared with: those of the last count and, if that is not old enough, also those
+    /// of the count before. The count before alone may date from long before the growth began.
     pub fn growth(&self, now: Duration) -> Growth {
         let age = |past: &Peaks| now.saturating_sub(past.at);
         let of = |past: &Peaks| (age(past).max(WINDOW), past.peaks.clone());
@@ -107,7 +107,7 @@ impl Past {
         Growth(self.last.iter().chain(before).map(of).collect())
     }
 
-    /// Takes in a count.
+    /// Records a count.
     pub fn note(&mut self, began: Duration, ports: &Ports) {
         if self.last.as_ref().is_none_or(|last| began.saturating_sub(last.at) >= WINDOW) {
             self.earlier = self.last.replace(Peaks { at: began, peaks: ports.peaks() });
@@ -115,12 +115,12 @@ impl Past {
     }
 }
 
-/// The peaks by egress IP that a count is compared with, and how long ago they were; none if there was no count before.
+/// The peaks by egress IP that a count is compared with, and how long ago they were; empty if there was no count before.
 #[derive(Clone, Debug, Default)]
 pub struct Growth(Vec<(Duration, BTreeMap<IpAddr, u32>)>);
 
 impl Growth {
-    /// How many ports `used` will become, if the egress IP's peak keeps growing as it did up to `peak`.
+    /// Returns how many ports `used` will become, if the egress IP's peak keeps growing as it did up to `peak`.
     fn expected(&self, egress: IpAddr, peak: u32, used: u32) -> u32 {
         let more = |(age, peaks): &(Duration, BTreeMap<IpAddr, u32>)| {
             let grown = peak.saturating_sub(peaks.get(&egress).copied().unwrap_or(0));
@@ -132,17 +132,17 @@ impl Growth {
     }
 }
 
-/// The shortest time over which growth is measured: over less, ordinary fluctuation would look like it.
+/// The shortest time over which growth is measured: over less, ordinary fluctuation would look like growth.
 const WINDOW: Duration = Duration::from_millis(250);
 
-/// How long the requested blocks must last: several times what a busy cluster takes from a count to a lease that is in force.
+/// How long the requested blocks must last: several times what a busy cluster takes from a count to a lease in force.
 const AHEAD: Duration = Duration::from_secs(4);
 
-/// Share of its ports towards one remote that a node may use before it asks for more blocks: a half.
+/// A node may use one part in this many of its ports towards one remote before it requests more blocks.
 const LOW_WATER: u32 = 2;
 
-/// For how many ports of an egress IP towards one remote a pod is given blocks: with as many again, a quarter of all. So no pod takes
-/// the whole cluster's.
+/// For how many ports of an egress IP towards one remote a pod is given blocks. With the same number in reserve, this is a quarter of all
+/// ports, so that no pod takes the whole cluster's.
 const POD_PORTS: u32 = port_block::COUNT as u32 * port_block::SIZE as u32 / 4 / LOW_WATER;
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
-//! Which policies this node's datapath has, and in which version: what the controller needs to say that a policy is in force. Pure.
+//! Which policies this node's datapath has, and in which version. The controller needs this to report that a policy is in force. Pure.
 //!
-//! A version counts when the tables have been written for it, with an egress IP that new connections can use in every family that the
+//! A version counts once the tables have been written for it, with an egress IP that new connections can use in every family that the
 //! policy steers. If none can be used for a while, that is final on this node, and the version counts as well.
 
 use super::effective::{GRACE, can_serve};
@@ -10,21 +10,21 @@ use crate::{
 };
 use std::{collections::BTreeMap, time::Duration};
 
-/// How far a node is with one policy.
+/// A node's progress with one policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Progress {
-    /// The version that was written last, and since when the tables have it.
+    /// The version that was last written, and since when the tables have it.
     written: (Version, Duration),
     /// The latest version that counts.
     done: Option<Version>,
 }
 
-/// How far a node is with its policies.
+/// A node's progress with its policies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Programmed(BTreeMap<PolicyId, Progress>);
 
 impl Programmed {
-    /// The tables have been written with these policies.
+    /// Records that the tables were written with these policies.
     pub fn written(
         &mut self,
         policies: &BTreeMap<PolicyId, Policy>,
@@ -45,7 +45,7 @@ impl Programmed {
         }
     }
 
-    /// The versions that count.
+    /// Returns the versions that count.
     pub fn versions(&self) -> impl Iterator<Item = (&PolicyId, &Version)> {
         self.0.iter().filter_map(|(id, progress)| Some((id, progress.done.as_ref()?)))
     }

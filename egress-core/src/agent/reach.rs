@@ -1,16 +1,16 @@
-//! Whether other nodes reach this node as a gateway, and whether others were given what it has. Pure.
+//! Decides whether other nodes reach this node as a gateway, and whether what it carries was given to others. Pure.
 //!
 //! A gateway whose underlay is dead would still answer for its egress IPs on the outside, and attract replies that it cannot deliver. It is
 //! cut off if no other carrier answers its probes and no node's probe has arrived for as long as it takes to call a gateway dead. Until it
-//! knows that, it takes over from none: the others appear dead to it one by one, and would lose what it claims. Another gateway is known to
-//! be dead once anything else, an answer or a probe, arrives later than its last answer.
+//! knows that, it takes over from no other gateway: the others appear dead to it one by one, and would lose what it claims. Another gateway
+//! is known to be dead once anything else, an answer or a probe, arrives later than its last answer.
 //!
-//! A gateway that cannot renew its lease continues, as long as no other can either: then the store is away, and nothing is planned. If
-//! another carrier says that it holds its own, the controller plans without this one, and gives others blocks that it does not know. While
-//! the store is away, leases lapse one after the other: a carrier says that it holds its own only as long as that tells something
-//! ([`terms::says_held_until`]). When the store is back, some have their leases earlier than others: the controller gives each a whole duration
-//! for it, and so does this. The controller also plans without a gateway that was cut off: what that one knows is outdated until its watches
-//! are back, which takes longer than its lease.
+//! A gateway that cannot renew its lease continues as long as no other can renew either: then the store is unavailable, and nothing is
+//! planned. If another carrier says that it holds its lease, the controller plans without this gateway, and gives others blocks that it
+//! does not know. While the store is unavailable, leases lapse one by one: a carrier says that it holds its lease only as long as that is
+//! evidence ([`terms::says_held_until`]). When the store is back, some gateways have their leases earlier than others: the controller gives
+//! each a whole lease duration for that, and so does this module. The controller also plans without a gateway that was cut off: what it
+//! knows is outdated until its watches are back, which takes longer than its lease.
 
 use crate::{
     health::{ProbeState, ProbeTimes, terms},
@@ -21,10 +21,10 @@ use std::{
     time::Duration,
 };
 
-/// How long a gateway that was replaced holds its lease before it answers again: it reads what was planned meanwhile.
+/// How long a gateway that was replaced holds its lease before it answers again: the time to read what was planned meanwhile.
 pub const READ: Duration = Duration::from_secs(5);
 
-/// What is known about it.
+/// What is known about this node's reachability.
 #[derive(Debug)]
 pub struct Reach {
     patience: Duration,
@@ -34,22 +34,22 @@ pub struct Reach {
     quiet: Duration,
     peers: BTreeSet<NodeName>,
     asked: u64,
-    /// When the counter of answered probes was read last.
+    /// When the counter of answered probes was last read.
     looked: Duration,
     /// The earliest time at which the last probe of others can have arrived.
     heard: Duration,
     /// When anything last arrived: an answer of another carrier, or any node's probe.
     last: Duration,
-    /// Some other carrier answers.
+    /// Whether some other carrier answers.
     company: bool,
-    /// When the lease was held last.
+    /// When the lease was last held.
     held: Option<Duration>,
-    /// Since when it has been held.
+    /// Since when the lease has been held.
     since: Option<Duration>,
-    /// Since when some other carrier has said that it holds its own, and when one said it last.
+    /// Since when some other carrier has said that it holds its lease, and when one last said so.
     others: Option<(Duration, Duration)>,
     reached: bool,
-    /// It may be cut off, rather than others dead.
+    /// Whether this node may be cut off, rather than others dead.
     doubted: bool,
     replaced: bool,
 }
@@ -57,16 +57,16 @@ pub struct Reach {
 /// What is known about this node's own lease.
 #[derive(Clone, Copy, Debug)]
 pub struct LeaseWord {
-    /// The plan uses the node as a gateway.
+    /// Whether the plan uses the node as a gateway.
     pub wanted: bool,
-    /// The node holds it.
+    /// Whether the node holds the lease.
     pub held: bool,
-    /// How long it lasts.
+    /// How long the lease lasts.
     pub duration: Duration,
 }
 
 impl Reach {
-    /// The initial state: no other node carries what this node carries, so it does not matter whether others reach it.
+    /// Creates the initial state: no other node carries what this node carries, so it does not matter whether others reach it.
     pub fn new(times: ProbeTimes) -> Self {
         let (patience, later, quiet) =
             (times.interval * times.misses, times.interval * 3 / 2, times.quick() * times.misses);
@@ -93,12 +93,12 @@ impl Reach {
         }
     }
 
-    /// These are the other carriers of what this node carries.
+    /// Sets the other carriers of what this node carries.
     pub fn set_peers(&mut self, peers: BTreeSet<NodeName>) {
         self.peers = peers;
     }
 
-    /// Takes note of how many probes of others this node has answered in total.
+    /// Records how many probes of others this node has answered in total.
     pub fn note_asked(&mut self, asked: u64, now: Duration) {
         if asked != self.asked {
             (self.asked, self.heard) = (asked, self.looked);
@@ -106,7 +106,7 @@ impl Reach {
         self.looked = now;
     }
 
-    /// Takes note of the probes' results; `heard` says when a gateway last answered. Returns whether the conclusion has changed.
+    /// Records the probes' results; `heard` returns when a gateway last answered. Returns whether the conclusion has changed.
     pub fn look(
         &mut self,
         probes: &BTreeMap<NodeName, ProbeState>,
@@ -128,22 +128,22 @@ impl Reach {
         before != (reached, doubted)
     }
 
-    /// Takes note of this node's lease, and of the gateways that hold theirs. Returns whether the conclusion has changed. A starting agent
-    /// has a lease's duration to get it: its predecessor may have held it a moment ago.
+    /// Records this node's lease and the gateways that hold theirs. Returns whether the conclusion has changed. A starting agent has one
+    /// lease duration to get its lease: its predecessor may have held it a moment ago.
     pub fn compare(&mut self, lease: LeaseWord, holding: &BTreeSet<NodeName>, now: Duration) -> bool {
         if lease.held || !lease.wanted {
             self.held = Some(now);
         }
         self.since = self.since.filter(|_| lease.held).or(lease.held.then_some(now));
         let others = self.peers.iter().any(|peer| holding.contains(peer));
-        // Then the controller excuses all.
+        // If no carrier has said so for this long, the controller excuses all.
         let excused = terms::until_all_quiet(lease.duration) + self.patience;
         self.others = self.others.filter(|(_, last)| now <= *last + excused);
         if others {
             self.others = Some((self.others.map_or(now, |(since, _)| since), now));
         }
         let lost = now > self.held.map_or(lease.duration, |held| held + self.patience);
-        // If a carrier has said it only since later than that, the store was away, and is back for some before others.
+        // If a carrier has said so only since after this time, the store was unavailable, and is back for some before others.
         let quiet = self.held.unwrap_or(lease.duration).saturating_sub(terms::quiet_before_end(lease.duration));
         let long = self.others.is_some_and(|(since, _)| since <= quiet || now > since + lease.duration);
         let passed_by = others && long;
@@ -151,7 +151,7 @@ impl Reach {
             _ if !lease.wanted => false,
             _ if lost && (!self.reached || passed_by) => true,
             Some(since) => self.replaced && now < since + READ,
-            // If none holds one, nothing was planned. While none answers, that is not known.
+            // If no carrier holds a lease, nothing was planned. While none answers, that is not known.
             None => self.replaced && (self.others.is_some() || !(lost && self.company)),
         };
         let changed = std::mem::replace(&mut self.replaced, replaced) != replaced;
@@ -161,23 +161,23 @@ impl Reach {
         changed
     }
 
-    /// Whether this node may answer for egress IPs.
+    /// Returns whether this node may answer for egress IPs.
     pub fn is_reached(&self) -> bool {
         self.reached && !self.replaced
     }
 
-    /// Whether this node may be cut off, rather than the others dead.
+    /// Returns whether this node may be cut off, rather than the others dead.
     pub fn is_doubted(&self) -> bool {
         self.doubted
     }
 
-    /// Whether anything has arrived recently. If not, this node may be cut off and not know it yet, and another carrier may have taken over
-    /// what it claims. If no node has probed it yet, an announcement waits for the next probe.
+    /// Returns whether anything has arrived recently. If not, this node may be cut off without knowing it yet, and another carrier may have
+    /// taken over what it claims. If no node has probed it yet, an announcement waits for the next probe.
     pub fn hears(&self, now: Duration) -> bool {
         self.peers.is_empty() || now < self.last + self.quiet
     }
 
-    /// Logs why it may not.
+    /// Logs why this node may not answer.
     fn log(&self) {
         let why = match (self.reached, self.replaced) {
             (false, _) => "no other gateway answers, and no node probes this one",
@@ -192,7 +192,7 @@ impl Reach {
 mod tests {
     use super::*;
 
-    /// It has been probed this often, the last time now.
+    /// Lets the node have been probed this often, the last time now.
     fn note_asked(reach: &mut Reach, asked: u64, now: Duration) {
         reach.note_asked(reach.asked, now);
         reach.note_asked(asked, now);
@@ -216,11 +216,11 @@ mod tests {
         note_asked(&mut reach, 1, ms(1_010));
         assert!(!reach.look(&probes(alive, alive), heard(900, 1_000), ms(1_150)) && !reach.is_doubted());
         assert!(reach.hears(ms(1_084)) && !reach.hears(ms(1_085)), "it no longer announces what it has");
-        // Cut off at 1,000: one after the other appears dead to it.
+        // Cut off at 1,000: the others appear dead one by one.
         assert!(reach.look(&probes(dead, alive), heard(900, 1_000), ms(1_200)) && reach.is_doubted());
         assert!(!reach.look(&probes(dead, dead), heard(900, 1_000), ms(1_300)) && reach.is_doubted());
         assert!(reach.look(&probes(dead, dead), heard(900, 1_000), ms(1_310)) && !reach.is_reached());
-        // Here a died.
+        // In this case, a died.
         assert!(
             reach.look(&probes(dead, alive), heard(900, 1_100), ms(1_400)) && !reach.is_doubted() && reach.is_reached()
         );
@@ -301,8 +301,8 @@ mod tests {
         assert!(reach.compare(given_up, &all, ms(92_000)) && reach.is_reached(), "the plan does not use it");
     }
 
-    /// Two gateways renew every 5 s, or as soon as they can: they try again every 1.2 s. The first one begins at `phase`. Returns when it did
-    /// not answer, in ms.
+    /// Simulates two gateways that renew every 5 s, or try again every 1.2 s until they can. The first one begins at `phase`. Returns the
+    /// times at which it did not answer, in ms.
     fn silent(phase: u64, end: u64, first_can: impl Fn(u64) -> bool, other_can: impl Fn(u64) -> bool) -> Vec<u64> {
         let ms = Duration::from_millis;
         let duration = ms(15_000);
@@ -367,7 +367,7 @@ mod tests {
         assert!(!reach.is_reached());
         reach.compare(lease(true), &all, ms(35_300));
         assert!(reach.is_reached());
-        // The store is away, and the others die: a node that is probed continues.
+        // The store is unavailable, and the others die: a node that is probed continues.
         reach.compare(lease(false), &none, ms(60_000));
         update(&mut reach, &probes(ProbeState::Dead), 4, ms(61_000));
         reach.compare(lease(false), &none, ms(61_000));

@@ -1,16 +1,16 @@
-//! Taking over egress IPs whose carrier has died, and how long that takes. Pure; times are since the agent's start.
+//! Takeovers of egress IPs whose carrier has died, and how long they take. Pure; times are since the agent's start.
 
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
-/// The upper bounds of the ranges that lengths are counted in, in milliseconds.
+/// The upper bounds of the ranges in which lengths are counted, in milliseconds.
 pub const BOUNDS_MS: [u64; 10] = [100, 200, 300, 400, 500, 750, 1_000, 2_000, 5_000, 15_000];
 
 /// How long takeovers took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lengths {
-    /// How many were in each range of [`BOUNDS_MS`], and above the last one.
+    /// How many takeovers were in each range of [`BOUNDS_MS`], and above the last one.
     pub counts: [u64; BOUNDS_MS.len() + 1],
-    /// All of them together.
+    /// The sum of all lengths.
     pub sum: Duration,
 }
 
@@ -31,24 +31,24 @@ pub struct TakeOvers {
 }
 
 impl TakeOvers {
-    /// This node is to answer for an egress IP whose carrier is dead and was last `heard` of then.
+    /// Notes that this node is to answer for an egress IP whose carrier is dead and was last `heard` of at that time.
     pub fn begin(&mut self, egress_ip: IpAddr, heard: Duration) {
         self.under_way.entry(egress_ip).or_insert(heard);
     }
 
-    /// An egress IP that is no longer `answered` for is not taken over.
+    /// Drops the takeovers of egress IPs that are no longer `answered` for.
     pub fn retain(&mut self, answered: impl Fn(IpAddr) -> bool) {
         self.under_way.retain(|egress_ip, _| answered(*egress_ip));
     }
 
-    /// The tables are written: this node answers.
+    /// Notes that the tables are written: this node answers.
     pub fn written(&mut self, now: Duration) {
         for heard in std::mem::take(&mut self.under_way).into_values() {
             self.lengths.note(now.saturating_sub(heard));
         }
     }
 
-    /// How long they took.
+    /// Returns how long the takeovers took.
     pub fn lengths(&self) -> Lengths {
         self.lengths
     }
@@ -69,7 +69,7 @@ mod tests {
         takeovers.begin(ips[0], ms(1_000));
         takeovers.begin(ips[1], ms(900));
         takeovers.begin(ips[2], ms(1_000));
-        // A later round, because the tables could not be written, restarts nothing.
+        // A later round, after a failed write of the tables, restarts nothing.
         takeovers.begin(ips[0], ms(1_100));
         takeovers.retain(|ip| ip != ips[2]);
         takeovers.written(ms(1_300));

@@ -1,5 +1,5 @@
-//! Which transports lead to another node: what the settings of both nodes, the routing table and the link allow, and why not
-//! others.
+//! Decides which transports lead to another node according to the settings of both nodes, the routing table and the link, and why others do
+//! not.
 
 use crate::{
     encode::transport::{Path, TransportView},
@@ -21,7 +21,7 @@ use std::{
 /// All transports, the best first.
 pub const TRANSPORTS: [u32; 3] = [DIRECT, VXLAN, DEVICE];
 
-/// The name of a transport.
+/// Returns the name of a transport.
 pub const fn name(transport: u32) -> &'static str {
     match transport {
         DIRECT => "direct",
@@ -30,7 +30,7 @@ pub const fn name(transport: u32) -> &'static str {
     }
 }
 
-/// The transports that a setting allows for sending. The device is always available for what nothing else carries.
+/// Returns whether a setting permits a transport for sending. The device is always available for what nothing else carries.
 pub const fn permits(setting: Transport, transport: u32) -> bool {
     match setting {
         Transport::Auto => true,
@@ -40,7 +40,7 @@ pub const fn permits(setting: Transport, transport: u32) -> bool {
     }
 }
 
-/// The names of the transports that a node with this setting receives: always those that the device understands.
+/// Returns the names of the transports that a node with this setting receives, which always include those that the device understands.
 pub fn receives(setting: Transport) -> Vec<String> {
     TRANSPORTS
         .iter()
@@ -57,23 +57,23 @@ pub struct Peer {
     pub address: IpAddr,
     /// The MAC address of the interface that has this address.
     pub mac: Option<[u8; 6]>,
-    /// It receives packets over `direct`.
+    /// Whether it receives packets over `direct`.
     pub direct: bool,
 }
 
 /// The transports to a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Transports {
-    /// Those that may be used.
+    /// The transports that may be used.
     pub allowed: BTreeSet<u32>,
     /// The transport over the underlay.
     pub path: Option<Path>,
-    /// Why the others may not.
+    /// Why the others may not be used.
     pub reasons: BTreeMap<u32, String>,
 }
 
 impl Transports {
-    /// Those that are probed: a setting that names a transport leaves no choice, if that transport exists.
+    /// Returns the transports to probe: a setting that names a transport leaves no choice, if that transport is allowed.
     pub fn candidates(&self, setting: Transport) -> BTreeSet<u32> {
         match setting {
             Transport::Auto => self.allowed.clone(),
@@ -81,7 +81,7 @@ impl Transports {
         }
     }
 
-    /// For the datapath, with `forward` chosen.
+    /// Returns the view for the datapath, with `forward` chosen.
     pub fn view(&self, forward: u32, setting: Transport) -> TransportView {
         TransportView {
             forward,
@@ -92,7 +92,7 @@ impl Transports {
     }
 }
 
-/// The transports to `peer` by a route. `own` are this node's tunnel addresses.
+/// Returns the transports to `peer` by a route. `own` are this node's tunnel addresses.
 pub fn to(
     setting: Transport,
     peer: &Peer,
@@ -118,7 +118,7 @@ pub fn to(
     transports
 }
 
-/// A transport that is Ethernet and nothing else, or why there is none.
+/// Returns the path over plain Ethernet, or why there is none.
 fn plain(peer: &Peer, route: &Route, links: &LinkTable, own: &[IpAddr]) -> Result<Path, String> {
     let link = links.links.get(&route.oif).ok_or("the route's interface is not known")?;
     let name = &link.name;
@@ -141,7 +141,7 @@ fn plain(peer: &Peer, route: &Route, links: &LinkTable, own: &[IpAddr]) -> Resul
     Ok(Path { ifindex: route.oif, mtu, hop, source, macs })
 }
 
-/// Why a frame cannot go to the node's own MAC address.
+/// Returns why a frame cannot go to the other node's own MAC address, if it cannot.
 fn off_link(peer: &Peer, path: &Path) -> Option<String> {
     if path.hop != peer.address {
         return Some(format!("not on the same link (next hop {})", path.hop));
@@ -152,7 +152,7 @@ fn off_link(peer: &Peer, path: &Path) -> Option<String> {
     path.macs.is_none().then(|| "the other node reports no Ethernet address".into())
 }
 
-/// The MAC addresses that the nodes report for their tunnel addresses, without those that several claim.
+/// Returns the MAC addresses that the nodes report for their tunnel addresses, without those that several nodes claim.
 pub fn macs<'a>(peers: impl Iterator<Item = (&'a NodeName, [u8; 6])>) -> BTreeMap<[u8; 6], NodeName> {
     let mut macs: BTreeMap<[u8; 6], Option<NodeName>> = BTreeMap::new();
     for (node, mac) in peers {

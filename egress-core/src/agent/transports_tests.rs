@@ -1,4 +1,4 @@
-//! Which transports a node may use to another one, and why not others.
+//! Tests which transports a node may use to another one, and why not others.
 
 use super::*;
 use crate::{

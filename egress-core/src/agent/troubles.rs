@@ -1,20 +1,20 @@
-//! Which of a node's troubles are reported: the status has a bounded size, and each is logged. Pure.
+//! Selects which of a node's troubles are reported: the status has a bounded size, and each trouble is logged. Pure.
 
 use crate::model::{PolicyId, Trouble, TroubleKind};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How many troubles of one kind are reported of a policy.
+/// How many troubles of one kind are reported for a policy.
 const SHOWN_OF_KIND: usize = 10;
-/// How many are reported of all policies, some 300 KiB of a status. The first ones of each policy come before more of any.
+/// How many troubles are reported for all policies: some 300 KiB of a status. The first ones of each policy precede further ones of any.
 const SHOWN: usize = 1_000;
 
-/// As many of the troubles as are reported. The last one of a kind says how many more there are.
+/// Returns as many of the troubles as are reported. The last one of a kind says how many more there are.
 pub fn shown(all: BTreeSet<Trouble>) -> BTreeSet<Trouble> {
     let mut kinds: BTreeMap<(PolicyId, TroubleKind), Vec<Trouble>> = BTreeMap::new();
     for trouble in all {
         kinds.entry((trouble.policy.clone(), trouble.kind)).or_default().push(trouble);
     }
-    // As many of each kind as there is room for, but one at least.
+    // As many of each kind as there is room for, but at least one.
     let of_each = (SHOWN / kinds.len().max(1)).clamp(1, SHOWN_OF_KIND);
     let shown = kinds.into_values().take(SHOWN).flat_map(|mut troubles| {
         let more = troubles.len().saturating_sub(of_each);

@@ -1,29 +1,29 @@
-//! Networks of the cluster that no object names. A network that the address of a pod or of the API server's Service reveals is left
-//! alone, as large as it may be, and reported: policies apply to what is known to be outside. Pure.
+//! Networks of the cluster that no object names. A network that an address of a pod or of the API server's Service reveals is left alone,
+//! as large as it may be, and reported: policies apply only to what is known to be outside. Pure.
 
 use super::facts::Facts;
 use crate::{model::Family, network::pods::PodCidrs};
 use ipnet::IpNet;
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
-/// kube-apiserver allows no network of Services with more than this many host bits.
+/// kube-apiserver allows no service network with more than this many host bits.
 const SERVICE_BITS: u32 = 20;
-/// How long the controller may take to report a pod. No less: a network that is left alone for a moment severs connections.
+/// How long the controller may take to report a pod. Not shorter: a network that is left alone for a moment severs connections.
 const TOLD_AFTER: Duration = Duration::from_secs(10);
-/// The network around a pod's address that may be of pods, for IPv4 and IPv6: CNIs give nodes blocks of about this size.
+/// The length of the network around a pod's address that may belong to pods, IPv4 and IPv6: CNIs give nodes blocks of about this size.
 const AROUND: [u8; 2] = [24, 64];
 
 /// Networks that no object names, each with the evidence and the remedy.
 pub type Networks = BTreeMap<IpNet, String>;
 
-/// Since when the pods of this node have had addresses that no object names.
+/// Since when each pod address of this node has been in no network that an object names.
 #[derive(Clone, Debug, Default)]
 pub struct Unnamed {
     pods: BTreeMap<IpAddr, Duration>,
 }
 
 impl Unnamed {
-    /// Takes note of the facts, and returns which networks may be the cluster's although no object names them.
+    /// Updates the state, and returns the networks that may be the cluster's although no object names them.
     pub fn update(&mut self, is: &Facts) -> Networks {
         let cidrs = PodCidrs::of(&is.objects.snapshot);
         let told = |ip: IpAddr| {
@@ -38,7 +38,7 @@ impl Unnamed {
     }
 }
 
-/// The neighbourhood of a pod's address.
+/// Returns the network around a pod's address, with the evidence and the remedy.
 fn around_pod(ip: IpAddr) -> (IpNet, String) {
     let message = format!(
         "the address {ip} of a pod is in no network that a Node, a CNI, the controller or exceptCIDRs names: check whether a controller \
@@ -47,8 +47,8 @@ fn around_pod(ip: IpAddr) -> (IpNet, String) {
     (net(ip, AROUND[usize::from(ip.is_ipv6())]), message)
 }
 
-/// The largest network of Services whose second address is that of the API server's Service, as it always is: if no ServiceCIDR,
-/// and no setting of the administrator, has that address. `None` if it is a node's and no Service's.
+/// Returns the largest service network whose second address is that of the API server's Service, which is always the second, if no
+/// ServiceCIDR and no setting of the administrator has that address. `None` if it is a node's address and no Service's.
 fn services(is: &Facts) -> Option<(IpNet, String)> {
     let service = is.api_server?;
     let named = is.except_cidrs.iter().filter(|net| **net != service);
@@ -66,7 +66,7 @@ fn services(is: &Facts) -> Option<(IpNet, String)> {
     Some((net(address, u8::try_from(Family::of(address).width() - free).unwrap_or(service.prefix_len())), message))
 }
 
-/// The network of this length that contains an address.
+/// Returns the network of this length that contains an address.
 fn net(address: IpAddr, length: u8) -> IpNet {
     IpNet::new(address, length).map_or_else(|_| address.into(), |net| net.trunc())
 }
@@ -85,7 +85,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// What is unnamed on a node with a pod, at a time.
+    /// Returns the unnamed networks of a node with a pod, at a time.
     fn at(
         unnamed: &mut Unnamed,
         snapshot: &Snapshot,
@@ -113,18 +113,18 @@ mod tests {
     fn the_assumed_service_network_is_the_largest_that_can_begin_at_the_api_servers_address() {
         let around = |service: &str| {
             let service = IpNet::from(service.parse::<IpAddr>().unwrap());
-            // The agent itself excepts the Service of the API server.
+            // The agent itself excepts the API server's Service.
             let found = at(&mut Unnamed::default(), &Snapshot::default(), &[service], Some(service), 0);
             found.into_iter().map(|net| net.to_string()).collect::<Vec<_>>()
         };
-        // kubeadm's, k3s', OpenShift's, EKS', and the default of the API server's flag (10.0.0.0/24).
+        // The defaults of kubeadm, k3s, OpenShift, EKS, and the API server's flag (10.0.0.0/24).
         assert_eq!(around("10.96.0.1"), ["10.96.0.0/12"]);
         assert_eq!(around("10.43.0.1"), ["10.43.0.0/16"]);
         assert_eq!(around("172.30.0.1"), ["172.30.0.0/15"]);
         assert_eq!(around("172.20.0.1"), ["172.20.0.0/14"]);
         assert_eq!(around("10.0.0.1"), ["10.0.0.0/12"]);
         assert_eq!(around("fd00:10:96::1"), ["fd00:10:96::/108"]);
-        // An address that is not the second of any network was chosen by somebody.
+        // An address that is not the second of any network was chosen explicitly.
         assert_eq!(around("192.0.2.8"), ["192.0.2.8/32"]);
     }
 

@@ -1,4 +1,4 @@
-//! From the objects, the links and the probes to what this node's datapath should do. Pure.
+//! Derives what this node's datapath should do from the objects, the links and the probes. Pure.
 
 use super::{
     blocks::{self, Withheld},
@@ -29,7 +29,7 @@ use std::{
     net::IpAddr,
 };
 
-/// What was decided before a view is made.
+/// The decisions that precede a view.
 #[derive(Default)]
 pub struct Decided {
     /// Which carriers the packets of each egress IP go to, and which node answers for it.
@@ -40,7 +40,7 @@ pub struct Decided {
     pub histories: Histories,
 }
 
-/// The policies that select each pod of a node that has an object.
+/// Returns the policies that select each pod of a node that has an object.
 pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> Classes {
     let nowhere = Default::default();
     let labels = snapshot.nodes.get(node).map_or(&nowhere, |n| &n.labels);
@@ -52,8 +52,9 @@ pub fn classes_of(snapshot: &Snapshot, node: &NodeName) -> Classes {
     .collect()
 }
 
-/// The interfaces of pods by the addresses behind them: where a route leads, or else where the kernel has `found` them. An address that is
-/// behind several stays where it was `before`, or is behind none: a pod may have taken the address of another one. Those are returned, too.
+/// Returns the interfaces of pods by the addresses behind them: where a route leads, or else where the kernel has `found` them. An address
+/// behind several interfaces stays where it was `before`, or is behind none: a pod may have taken another pod's. Also returns those
+/// addresses.
 pub fn interfaces(
     links: &LinkTable,
     roles: &Roles,
@@ -81,15 +82,14 @@ pub fn interfaces(
     (interfaces, claimed)
 }
 
-/// The egress IPs of the policies that select pods of this node.
+/// Returns the egress IPs of the policies that select pods of this node.
 pub fn used(plan: &Plan, classes: &Classes) -> BTreeSet<IpAddr> {
     let in_force: BTreeSet<&PolicyId> = classes.values().flatten().collect();
     let used = plan.egress_ips.iter().filter(|(_, e)| e.users.keys().any(|policy| in_force.contains(policy)));
     used.map(|(address, _)| *address).collect()
 }
 
-/// Makes the view, and notes which policies have come into force.
-/// `config` is the complete record of settings.
+/// Makes the view, and records which policies have come into force. `config` is the complete configuration record.
 pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective: &mut Effective) -> NodeView {
     let selected = classes_of(&facts.objects.snapshot, &facts.node);
     let endpoints = selected.into_iter().filter_map(|(id, class)| {
@@ -119,7 +119,7 @@ pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective:
         egress_ips: facts.objects.plan.egress_ips.iter().map(|(ip, e)| (*ip, egress(facts, decided, *ip, e))).collect(),
         nodes: facts.objects.snapshot.nodes.values().map(|n| (n.name.clone(), tunnel_addresses(n))).collect(),
         known_leases: facts.objects.plan.highest_leases(),
-        // The agent fills them in: they depend on routes, which are looked up for the nodes that the view names.
+        // The agent fills in the transports: they depend on routes, which are looked up for the nodes that the view names.
         transports: BTreeMap::new(),
         macs: macs(facts),
         uplinks: macs_of(&facts.links, facts.roles.gateway_interfaces()),
@@ -127,18 +127,18 @@ pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective:
     }
 }
 
-/// The MAC addresses of interfaces on which packets of egress IPs arrive.
+/// Returns the MAC addresses of interfaces on which packets of egress IPs arrive.
 fn macs_of(links: &LinkTable, indices: impl Iterator<Item = u32>) -> BTreeMap<u32, [u8; 6]> {
     indices.filter_map(|index| Some((index, links.links.get(&index)?.mac?.0))).collect()
 }
 
-/// Where a node receives tunnelled packets: which of its addresses in Kubernetes its agent prefers, or else all of them.
+/// Returns where a node receives tunnelled packets: those of its Kubernetes addresses that its agent prefers, or else all of them.
 pub fn tunnel_addresses(node: &Node) -> Vec<IpAddr> {
     let reported: Vec<IpAddr> = node.report.iter().flat_map(|r| r.tunnel_addresses.iter().copied()).collect();
     if reported.is_empty() { node.addresses.iter().copied().collect() } else { reported }
 }
 
-/// The MAC addresses that other nodes send from.
+/// Returns the MAC addresses that other nodes send from.
 fn macs(facts: &Facts) -> BTreeMap<[u8; 6], NodeName> {
     let others = facts.objects.snapshot.nodes.values().filter(|n| n.name != facts.node);
     transports::macs(others.flat_map(|n| {
@@ -148,8 +148,8 @@ fn macs(facts: &Facts) -> BTreeMap<[u8; 6], NodeName> {
     }))
 }
 
-/// Destinations that no policy touches: the addresses of every Node object, all of this node, the pods of every node, Services, and
-/// those that the administrator configures. An address that another node only claims is none: it could be any server.
+/// Returns the destinations that no policy touches: the addresses of every Node object, all addresses of this node, the pods of every node,
+/// Services, and the administrator's networks. An address that only another node claims is not excepted: it could be any server.
 pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> BTreeSet<IpNet> {
     let nodes = snapshot.nodes.values();
     let hosts = nodes.flat_map(|n| {
@@ -161,9 +161,9 @@ pub fn excepts(node: &NodeName, snapshot: &Snapshot, except_cidrs: &[IpNet]) -> 
     hosts.chain(pods).chain(told).map(|n| n.trunc()).collect()
 }
 
-/// What belongs to pods of other nodes: their addresses, if known, and their nodes' networks of pods. The networks only for
-/// families in which the pods of this node have addresses of its own network: with other address management, Node objects say
-/// nothing about where a pod is.
+/// Returns what belongs to pods of other nodes: their addresses, if known, and their nodes' pod networks. The networks count only for
+/// families in which this node's pods have addresses of its own network: with other address management, Node objects say nothing about
+/// where a pod is.
 fn elsewhere(snapshot: &Snapshot, node: &NodeName) -> BTreeSet<IpNet> {
     let own = snapshot.nodes.get(node).map(|n| &n.pod_cidrs);
     let (here, away): (Vec<_>, Vec<_>) = snapshot.endpoints.values().partition(|e| e.node == *node);
@@ -184,7 +184,7 @@ fn policy(
     policy: &Policy,
     endpoints: &BTreeMap<EndpointId, EndpointView>,
 ) -> PolicyView {
-    // The datapath has one record of it for all its pods.
+    // The datapath has one record of the policy for all its pods.
     let mut classes = endpoints.values().map(|e| &e.class).filter(|class| class.contains(&policy.id));
     let leaves_as_node = classes.all(|class| policy.leaves_as_node(class));
     let mut flags = 0;
@@ -204,8 +204,8 @@ fn policy(
     PolicyView { flags, slots, waits, assignments, unrecorded: false }
 }
 
-/// The slots of a policy. Those that new flows may choose have a carrier that answers and blocks that it knows, and
-/// come first by the policy's preferences. Also the families in which carriers answer, but this node has no blocks.
+/// Returns the slots of a policy, and the families in which carriers answer but this node has no blocks. The slots that new flows may
+/// choose have a carrier that answers and blocks that it knows, and are the policy's preferred ones.
 fn slots(facts: &Facts, decided: &Decided, policy: &Policy) -> (Vec<SlotView>, BTreeSet<Family>) {
     let zone_of = |n: &NodeName| facts.objects.snapshot.nodes.get(n).and_then(|n| n.zone.clone());
     let own_zone = zone_of(&facts.node);
@@ -234,7 +234,7 @@ fn slots(facts: &Facts, decided: &Decided, policy: &Policy) -> (Vec<SlotView>, B
     (slots.into_iter().map(|(slot, _)| slot).collect(), waits)
 }
 
-/// Leaves only the slots usable that `first` holds for, if it holds for any usable one of the same family.
+/// If `first` holds for any usable slot of a family, leaves only those slots of that family usable.
 fn prefer(slots: &mut [(SlotView, Option<&NodeName>)], first: impl Fn(Option<&NodeName>) -> bool) {
     for v4 in [true, false] {
         let of_family = |s: &SlotView| s.usable && s.address.is_ipv4() == v4;
@@ -248,12 +248,12 @@ fn usable<'a>(facts: &'a Facts, decided: &'a Decided, address: IpAddr) -> impl I
     blocks::usable(facts, &decided.carriers, &decided.withheld, address)
 }
 
-/// Whether blocks may yet come for the egress IPs of a gateway that answers: it is there, and says that it is able.
+/// Returns whether the egress IPs of a gateway that answers may still get blocks: it is there, and says that it is able.
 fn grants(facts: &Facts, gateway: &NodeName) -> bool {
     facts.objects.snapshot.nodes.contains_key(gateway) && facts.probes.get(gateway) != Some(&ProbeState::Unable)
 }
 
-/// Whether an egress IP has a gateway that new flows may use.
+/// Returns whether an egress IP has a gateway that new flows may use.
 fn answers(facts: &Facts, decided: &Decided, address: IpAddr) -> bool {
     match decided.carriers.gateway(address) {
         None => false,
@@ -285,15 +285,15 @@ fn egress(facts: &Facts, decided: &Decided, address: IpAddr, e: &EgressIpPlan) -
     }
 }
 
-/// The subnet of its own that an egress IP out of a pool lives in.
+/// Returns the dedicated subnet that an egress IP of a pool lives in, if any.
 fn subnet(facts: &Facts, address: IpAddr, e: &EgressIpPlan) -> Option<SubnetInfo> {
     carriers::attachment(&facts.objects.snapshot, e)
         .subnet
         .filter(|subnet| subnet.gateway.is_ipv4() == address.is_ipv4())
 }
 
-/// The limits of an egress IP, out and in: the lowest of all policies that use it. Several carriers each limit what they send out to their
-/// part; incoming packets arrive at the one that answers for the address, or at all of them.
+/// Returns the limits of an egress IP, outbound and inbound: the lowest of all policies that use it. Each of several carriers limits what
+/// it sends out to its part; inbound packets arrive at the carrier that answers for the address, or at all of them.
 fn limit(snapshot: &Snapshot, carriers: &Carriers, address: IpAddr, e: &EgressIpPlan) -> Option<[Bandwidth; 2]> {
     let limits = e.users.keys().filter_map(|policy| snapshot.policies.get(policy)?.bandwidth);
     let whole = limits.min_by_key(|limit| (limit.rate_bps, limit.burst_bytes))?;
@@ -303,14 +303,14 @@ fn limit(snapshot: &Snapshot, carriers: &Carriers, address: IpAddr, e: &EgressIp
     Some([out, if carriers::announce(snapshot, e) == Announce::Route { out } else { whole }])
 }
 
-/// The egress IPs that this node sends to the outside and that have limits, out and in.
+/// Returns the limits, outbound and inbound, of the egress IPs that this node sends to the outside.
 pub fn limits(snapshot: &Snapshot, plan: &Plan, carriers: &Carriers) -> BTreeMap<IpAddr, [Bandwidth; 2]> {
     let carried = plan.egress_ips.iter().filter(|(ip, _)| carriers.forwards(**ip));
     carried.filter_map(|(ip, e)| Some((*ip, limit(snapshot, carriers, *ip, e)?))).collect()
 }
 
-/// The interface on which packets of an egress IP leave this node: the one that is named, the one that has it, the one
-/// whose network it is in, or that of the default route.
+/// Returns the interface on which packets of an egress IP leave this node: the configured one, the one that has the address, the one whose
+/// network contains it, or that of the default route.
 pub fn uplink(links: &LinkTable, roles: &Roles, address: IpAddr, e: &EgressIpPlan) -> Option<u32> {
     let usable = |i: &u32| roles.uplinks.contains(i);
     let named = e.interface.as_deref().and_then(|name| links.by_name(name)).map(|l| l.index);
@@ -325,7 +325,7 @@ pub fn uplink(links: &LinkTable, roles: &Roles, address: IpAddr, e: &EgressIpPla
     named.or(holder).or(on_link).or(default)
 }
 
-/// The floating egress IPs that this node might carry and whose packets could not leave it now, with the reason.
+/// Returns the floating egress IPs that this node might carry and whose packets could not leave it now, with the reason.
 pub fn cut_off(facts: &Facts) -> BTreeMap<IpAddr, String> {
     let Facts { node, objects, links, roles, .. } = facts;
     let Objects { snapshot, plan, .. } = &**objects;
@@ -342,7 +342,7 @@ pub fn cut_off(facts: &Facts) -> BTreeMap<IpAddr, String> {
         None => e.users.keys().any(by_policy),
     };
     let all = plan.egress_ips.iter().filter(|(_, e)| !e.fixed && candidate(e));
-    // The link whose network it is in counts also while it is down.
+    // A link whose network contains the address counts even while it is down.
     let home = |ip: IpAddr| {
         let uplinks = roles.uplinks.iter().filter_map(|index| links.links.get(index));
         let longest = |l: &Link| l.addresses.iter().filter(|n| n.contains(&ip)).map(IpNet::prefix_len).max();
@@ -359,7 +359,7 @@ pub fn cut_off(facts: &Facts) -> BTreeMap<IpAddr, String> {
     .collect()
 }
 
-/// The egress IPs that this node answers for, with where they are announced.
+/// Returns the egress IPs that this node answers for, and where each is announced.
 pub fn announced(facts: &Facts, decided: &Decided) -> BTreeMap<IpAddr, EgressLink> {
     let answered = facts.objects.plan.egress_ips.iter().filter(|(ip, _)| decided.carriers.answers(**ip));
     answered

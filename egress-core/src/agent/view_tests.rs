@@ -1,4 +1,4 @@
-//! What a node should do, in small worlds.
+//! Tests what a node should do, in small clusters.
 
 use super::{
     carriers::Carriers,
@@ -24,7 +24,7 @@ use std::{
     time::Duration,
 };
 
-/// Egress IPs and who owns each.
+/// Egress IPs and their owners.
 pub(super) const OWNED: [(&str, &str); 3] = [("192.0.2.1", "g1"), ("192.0.2.2", "g2"), ("192.0.2.3", "me")];
 
 pub(super) struct FactsFixture {
@@ -33,7 +33,7 @@ pub(super) struct FactsFixture {
     pub(super) links: LinkTable,
     pub(super) roles: Roles,
     pub(super) probes: BTreeMap<NodeName, ProbeState>,
-    /// What gateways know of this node's leases.
+    /// The revision up to which each gateway knows this node's leases.
     pub(super) known: BTreeMap<NodeName, u64>,
     pub(super) except: Vec<IpNet>,
     pub(super) silent: bool,
@@ -49,7 +49,7 @@ fn policy_id() -> PolicyId {
     PolicyId::new(PolicyKind::Native, "web")
 }
 
-/// A policy for the pods with the label `app: web`, all IPv4 destinations.
+/// Returns a policy for the pods with the label `app: web`, all IPv4 destinations.
 pub(super) fn web() -> Policy {
     Policy {
         selectors: vec![EndpointSelector { pod: Some(Selector::label("app", "web")), ..Default::default() }],
@@ -81,7 +81,7 @@ fn node(name: &str, zone: &str, address: &str) -> Node {
 }
 
 impl FactsFixture {
-    /// This node (zone a) with a selected pod, gateways g1 (zone a) and g2 (zone b), a slot on each, and a block of each.
+    /// Creates this node (zone a) with a selected pod, gateways g1 (zone a) and g2 (zone b), a slot on each, and a block of each.
     pub(super) fn new() -> Self {
         let mut snapshot = Snapshot::default();
         for mut n in [node("me", "a", "10.0.0.1"), node("g1", "a", "10.0.0.2"), node("g2", "b", "10.0.0.3")] {
@@ -149,7 +149,7 @@ impl FactsFixture {
         self.plan.egress_ips.get_mut(&ip(OWNED[n].0)).unwrap()
     }
 
-    /// Updates `carriers` with the world at `now`.
+    /// Updates `carriers` with the state of the cluster at `now`.
     pub(super) fn decide(&self, carriers: &mut Carriers, now: Duration) {
         carriers.update(&Facts { now, ..self.facts() });
     }
@@ -182,7 +182,7 @@ impl FactsFixture {
         self.view_with(&carriers)
     }
 
-    /// Which of the three slots new flows may choose.
+    /// Returns which of the three slots new flows may choose.
     pub(super) fn usable(&self) -> [bool; 3] {
         let view = self.view();
         let slots = &view.policies[&policy_id()].slots;
@@ -351,7 +351,7 @@ fn zones_and_the_local_node_narrow_the_choice() {
     assert_eq!(world.usable(), [false, true, true], "preferred is not required");
     world.policy().zone = ZoneMode::Require;
     assert_eq!(world.usable(), [false; 3]);
-    // A node without a zone is near no other.
+    // A node without a zone is near no other node.
     world.snapshot.nodes.get_mut(&NodeName::from("me")).unwrap().zone = None;
     world.snapshot.nodes.get_mut(&NodeName::from("g2")).unwrap().zone = None;
     assert_eq!(world.usable(), [false; 3]);
@@ -384,7 +384,7 @@ fn nodes_pods_and_the_administrators_networks_are_excepted() {
     world.except = vec!["172.16.5.9/12".parse().unwrap()];
     let nodes = &mut world.snapshot.nodes;
     nodes.get_mut(&NodeName::from("g1")).unwrap().pod_cidrs.insert("10.2.0.0/24".parse().unwrap());
-    // What another node only claims excepts nothing.
+    // An address that only another node claims is not excepted.
     for (node, net) in [("me", "203.0.113.1/24"), ("g1", "203.0.113.2/24")] {
         let (interface, net) = ("eth9".into(), net.parse().unwrap());
         let report = &mut nodes.get_mut(&NodeName::from(node)).unwrap().report;

@@ -1,5 +1,5 @@
-//! Accounts, under which the traffic of a policy, a namespace and an egress IP is counted. Their number is bounded, and with it the number of
-//! time series of a node; traffic without an account is counted together, as [`OTHER`].
+//! Accounts, under which the traffic of a policy, a namespace and an egress IP is counted. The number of accounts is bounded, and with it
+//! the number of time series of a node. Traffic without an account is counted together, as [`OTHER`].
 
 use super::{Encoder, NodeView, Numbers, name_text, tables::Tables};
 use crate::model::PolicyId;
@@ -15,10 +15,10 @@ use std::{
     sync::Arc,
 };
 
-/// What is counted together.
+/// The traffic that is counted together.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Account {
-    /// The egress IP; none for flows that are refused. It is the first field: if not all accounts have a place, these have.
+    /// The egress IP; none for refused flows. As the first field, it gives these accounts precedence if not all have a place.
     pub egress_ip: Option<IpAddr>,
     /// The policy.
     pub policy: PolicyId,
@@ -27,7 +27,7 @@ pub struct Account {
 }
 
 impl Account {
-    /// The account of a key, out of the names that are in the tables; none if there are no such names.
+    /// Returns the account of a key, from the names in the tables; none if a name is missing.
     pub fn of_key(key: &AccountKey, tables: &Tables) -> Option<Self> {
         let name = |kind, id| tables.names.get(&NameKey { kind, id }).map(name_text);
         let namespace = name(name_kind::NAMESPACE, key.namespace)?.into();
@@ -40,25 +40,25 @@ impl Account {
     }
 }
 
-/// Which account each number in the tables stands for.
+/// Returns which account each number in the tables stands for.
 pub fn accounts(tables: &Tables) -> BTreeMap<u32, Account> {
     let account = |(key, number): (_, &u32)| Some((*number, Account::of_key(key, tables)?));
     tables.accounts.iter().filter_map(account).collect()
 }
 
-/// The namespaces of the pods that policies select.
+/// Returns the namespaces of the pods that policies select.
 pub(super) fn namespaces(view: &NodeView) -> BTreeSet<Arc<str>> {
     let selected = view.endpoints.iter().filter(|(_, endpoint)| !endpoint.class.is_empty());
     selected.map(|(id, _)| id.namespace.clone()).collect()
 }
 
-/// The numbers of namespaces that are in the tables.
+/// Returns the numbers of namespaces that are in the tables.
 pub(super) fn recover(present: &Tables) -> Numbers<Arc<str>> {
     let names = present.names.iter().filter(|(key, _)| key.kind == name_kind::NAMESPACE);
     Numbers(names.map(|(key, name)| (name_text(name).into(), key.id)).collect())
 }
 
-/// The accounts that the pods of a node need.
+/// Returns the accounts that the pods of a node need.
 fn wanted(view: &NodeView) -> BTreeSet<Account> {
     let parties: BTreeSet<(&PolicyId, &Arc<str>)> = view
         .endpoints
@@ -74,7 +74,7 @@ fn wanted(view: &NodeView) -> BTreeSet<Account> {
     parties.into_iter().flat_map(of).collect()
 }
 
-/// A number below [`MAX_ACCOUNTS`] for each account, as long as there are any: the one that it has in the maps, or a free one.
+/// Returns a number below [`MAX_ACCOUNTS`] for each account while there are any: the one that it has in the maps, or a free one.
 fn numbers(wanted: BTreeSet<Account>, present: &Tables) -> BTreeMap<Account, u32> {
     let known: BTreeMap<Account, u32> =
         accounts(present).into_iter().map(|(number, account)| (account, number)).collect();
@@ -87,7 +87,7 @@ fn numbers(wanted: BTreeSet<Account>, present: &Tables) -> BTreeMap<Account, u32
     wanted.into_iter().filter_map(number).collect()
 }
 
-/// How many of the accounts that the pods need have no number of their own.
+/// Returns how many of the accounts that the pods need have no number of their own.
 pub fn without_number(view: &NodeView, tables: &Tables) -> usize {
     wanted(view).len().saturating_sub(tables.accounts.len())
 }

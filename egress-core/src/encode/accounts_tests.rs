@@ -1,4 +1,4 @@
-//! Numbers of accounts: stable, bounded, and none for what no pod of this node can use.
+//! Tests that numbers of accounts are stable and bounded, and that accounts that no pod of this node can use have none.
 
 use super::*;
 use crate::{
@@ -14,7 +14,7 @@ fn policy(n: usize) -> PolicyId {
     PolicyId::new(PolicyKind::Native, &format!("policy-{n}"))
 }
 
-/// Pods by name and namespace, all selected by all policies, and how many egress IPs each policy has.
+/// Returns a view with pods by name and namespace, all selected by all policies, and with this many egress IPs for each policy.
 fn view(pods: &[(&str, &str)], slots: &[u32]) -> NodeView {
     let mut view = NodeView::default();
     let mut next = 0;

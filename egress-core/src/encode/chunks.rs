@@ -7,19 +7,18 @@ use egress_common::{
 };
 use std::collections::BTreeSet;
 
-/// Places Maglev tables in the chunks of the map. A table that changed never overwrites the one in use: flows may be
-/// choosing from it.
+/// Places Maglev tables in the chunks of the map. A changed table never overwrites the one in use, because flows may be choosing from it.
 pub struct Chunks {
     used: BTreeSet<u32>,
 }
 
 impl Chunks {
-    /// Chunks in use are left unchanged.
+    /// Creates a placement that leaves chunks in use unchanged.
     pub fn new(present: &Tables) -> Self {
         Self { used: present.maglev.keys().copied().collect() }
     }
 
-    /// Finds a place for a policy's table and enters its chunks; returns the first one's index, 0 for an empty table.
+    /// Finds a place for a policy's table and enters its chunks. Returns the index of the first chunk, 0 for an empty table.
     pub fn place(&mut self, present: &Tables, key: &PolicyKey, table: &[u16], tables: &mut Tables) -> u32 {
         let chunks: Vec<MaglevChunk> = table
             .chunks(MAGLEV_CHUNK)

@@ -1,8 +1,8 @@
-//! What is left out of the tables if not everything fits. Pure.
+//! Decides what is left out of the tables if not everything fits. Pure.
 //!
-//! Nothing that is left out leaks: a policy that is refused drops what leads to it, and a pod that is left out is an unknown source, which the
-//! programs hold. Present entries share the tables with those that replace them. So something may be left out of one write that the next one
-//! has room for: it is dropped between the two.
+//! Nothing that is left out leaks: a refused policy drops what leads to it, and a pod that is left out is an unknown source, which the
+//! programs hold. Present entries share the tables with the entries that replace them. So one write may leave out something that the next
+//! one has room for: it is dropped between the two.
 
 use super::{
     Encoder, NodeView,
@@ -25,7 +25,7 @@ use std::{
     net::IpAddr,
 };
 
-/// What does not fit into the maps, and what it does not fit into.
+/// What does not fit into the maps, and which map is too small.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Refused {
     /// Policies.
@@ -39,7 +39,7 @@ pub struct Refused {
 }
 
 impl Refused {
-    /// What to report, for each policy concerned.
+    /// Returns the troubles to report, for each policy concerned.
     pub fn troubles(&self, plan: &BTreeMap<IpAddr, EgressIpPlan>) -> Vec<Trouble> {
         let trouble = |policy: &PolicyId, message| Trouble {
             policy: policy.clone(),
@@ -66,7 +66,7 @@ impl Refused {
         policies.chain(addresses).chain(pods).collect()
     }
 
-    /// What to report of the node as a whole.
+    /// Returns the error to report for the node as a whole.
     pub fn errors(&self) -> Option<String> {
         let overflow = self.excepts.values().next()?;
         Some(format!(
@@ -76,7 +76,7 @@ impl Refused {
         ))
     }
 
-    /// Whether something is refused here that is not refused there.
+    /// Returns whether something is refused here that is not refused in `other`.
     pub fn has_more_than(&self, other: &Self) -> bool {
         self.policies.keys().any(|policy| !other.policies.contains_key(policy))
             || self.egress_ips.keys().any(|address| !other.egress_ips.contains_key(address))
@@ -85,7 +85,7 @@ impl Refused {
     }
 }
 
-/// Something that is left out so that all else fits.
+/// Something that is left out so that everything else fits.
 enum Blamed {
     Policy(PolicyId),
     EgressIp(IpAddr),
@@ -93,8 +93,8 @@ enum Blamed {
     Except(IpNet),
 }
 
-/// The policy that each route of a class exists for: the one that it leads to. A route that leads to none exists for the policy that has
-/// the prefix around it and excludes this one.
+/// Returns the policy that each route of a class exists for: the one that it leads to. A route that leads to no policy exists for the
+/// policy that has the prefix around it and excludes this prefix.
 fn owners<P: Copy>(routes: impl Iterator<Item = ((u32, IpNet), Option<P>)>) -> BTreeMap<(u32, IpNet), Option<P>> {
     let routes: BTreeMap<_, _> = routes.collect();
     let mut around: Vec<((u32, IpNet), Option<P>)> = Vec::new();
@@ -107,7 +107,7 @@ fn owners<P: Copy>(routes: impl Iterator<Item = ((u32, IpNet), Option<P>)>) -> B
     routes.into_iter().map(owner).collect()
 }
 
-/// The numbers of the policies that the routes of a family are due to.
+/// Returns the numbers of the policies that the routes of a family are due to.
 fn route_owners<A: Copy>(
     routes: &BTreeMap<(RouteKey<A>, u32), u32>,
     ip: impl Fn(A) -> IpAddr,
@@ -133,9 +133,9 @@ fn chunks(tables: &Tables) -> BTreeMap<u32, u32> {
     tables.policies.iter().flat_map(|(key, p)| of(p).map(|chunk| (chunk, key.policy))).collect()
 }
 
-/// Removes a policy's slots, and its record if it is that which does not fit. Whatever it steers is dropped, with as few entries as
-/// possible: the prefix around each of its destinations leads to it, or the whole family if there is none. So no other policy sends a packet that
-/// it steers, and the exclusions of no other one let it pass. What it excludes itself is dropped as well.
+/// Removes a policy's slots, and its record if the records overflow. Whatever it steers is dropped, with as few entries as possible: the
+/// prefix around each of its destinations leads to it, or the whole family if there is no such prefix. So no other policy sends a packet
+/// that it steers, and no other policy's exclusion lets one pass. What it excludes itself is dropped as well.
 fn refuse(view: &mut NodeView, policy: &PolicyId, table: Table) {
     if let Some(view) = view.policies.get_mut(policy) {
         view.slots.clear();
@@ -158,8 +158,8 @@ fn refuse(view: &mut NodeView, policy: &PolicyId, table: Table) {
 }
 
 impl Encoder {
-    /// [`encode`](Self::encode) of as much of the view as fits; the rest is removed from it. A policy that is refused drops what it
-    /// steers, and what is around that ([`refuse`]).
+    /// Encodes ([`encode`](Self::encode)) as much of the view as fits, and removes the rest from it. A refused policy drops what it steers
+    /// and what is around that ([`refuse`]).
     ///
     /// Policies that grow are refused, the largest growth first, since the present entries fit.
     pub fn fit(&mut self, view: &mut NodeView, present: &Tables) -> Result<(Tables, Refused), Overflow> {
@@ -201,7 +201,7 @@ impl Encoder {
         }
     }
 
-    /// What to leave out of a table that overflows, as much as it takes. Nothing where no policy and no pod can be at fault.
+    /// Returns what to leave out of a table that overflows, as much as it takes; empty if nothing in that table can be left out.
     fn blame(
         &self,
         view: &NodeView,
@@ -271,15 +271,15 @@ impl Encoder {
             Table::ExceptsV6 => new_excepts(
                 &|n| matches!(n, IpNet::V6(n) if !present.v6.excepts.contains_key(&(net::v6(n.network()), n.prefix_len().into()))),
             ),
-            // They follow the cluster's nodes and this node's interfaces. Accounts are never more than there are numbers for them.
+            // These follow the cluster's nodes and this node's interfaces. There are never more accounts than numbers for them.
             Table::Accounts | Table::NodeIndex | Table::MacIndex | Table::Uplinks | Table::Names | Table::Nodes => {
                 Vec::new()
             }
         }
     }
 
-    /// The policies that want more entries of a table than they have, as many of them as it takes. If none does, those with entries that
-    /// replace others. The entries are given with the numbers of their policies. A policy without `holds_more` has given up all that it can.
+    /// Returns the policies that want more entries of a table than they have, as many as it takes; if none does, those with entries that
+    /// replace others. Entries come with the numbers of their policies. A policy without `holds_more` has given up all that it can.
     fn growing<K: Ord>(
         &self,
         holds_more: &dyn Fn(&PolicyId) -> bool,
@@ -322,7 +322,7 @@ fn hold(config: DatapathConfig) -> DatapathConfig {
     DatapathConfig { flags: config.flags | flags::HOLD, ..config }
 }
 
-/// The present tables, but with unknown sources held. Those are new pods, since nothing else can be written.
+/// Returns the present tables, but with unknown sources held: these are new pods, since nothing else can be written.
 pub fn held(present: &Tables) -> Tables {
     Tables { config: present.config.map(hold), ..present.clone() }
 }

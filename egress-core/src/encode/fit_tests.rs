@@ -1,4 +1,4 @@
-//! Whatever overflows, something else than the whole write is refused, and it converges.
+//! Tests that whatever overflows, less than the whole write is refused, and that repeated writes converge.
 
 use super::*;
 use crate::{
@@ -24,7 +24,7 @@ fn empty() -> NodeView {
     NodeView { node: Some("me".into()), config: Some(config), ..NodeView::default() }
 }
 
-/// Adds a pod with the policies of its class, and what their routes are.
+/// Adds a pod with the policies of its class, and the routes of that class.
 fn add(view: &mut NodeView, n: usize, class: &[usize], table: Vec<(IpNet, Option<PolicyId>)>) {
     let class: BTreeSet<PolicyId> = class.iter().map(|n| id(*n)).collect();
     for policy in &class {
@@ -36,7 +36,7 @@ fn add(view: &mut NodeView, n: usize, class: &[usize], table: Vec<(IpNet, Option
     view.endpoints.insert(pod(n), EndpointView { ips, class, ..EndpointView::default() });
 }
 
-/// A pod that these policies select, each with a destination of its own.
+/// Returns a view with a pod that these policies select, each with its own destination.
 fn policies(range: std::ops::Range<usize>) -> NodeView {
     let mut view = empty();
     let table = range.clone().map(|n| (net(n as u32), Some(id(n)))).collect();
@@ -44,7 +44,7 @@ fn policies(range: std::ops::Range<usize>) -> NodeView {
     view
 }
 
-/// A class with this many routes, all of one policy.
+/// Returns a view of a class with this many routes, all of one policy.
 fn routes(first: u32, count: usize) -> NodeView {
     let mut view = empty();
     add(&mut view, 0, &[0], (first..).take(count).map(|n| (net(n), Some(id(0)))).collect());
@@ -75,7 +75,7 @@ impl World {
         refused
     }
 
-    /// Whether what a pod sends into this network is steered, but not sent.
+    /// Returns whether packets from a pod to this network are steered, but not sent.
     fn drops(&self, pod: usize, to: IpNet) -> bool {
         let class = self.present.v4.endpoints[&[(0x0a00_0000 + pod as u32).to_be()]].class;
         let routes = self.present.v4.routes.iter().filter(|((key, _), _)| key.class == class);
@@ -93,7 +93,7 @@ impl World {
 fn policies_without_room_are_refused_and_drop() {
     let most = limits::MAX_POLICIES / 2;
     let mut world = World::new();
-    // More than fit, at once and by restart.
+    // More than fit, in one write and after a restart.
     for _ in 0..2 {
         let refused = world.write(&policies(0..most + 3));
         assert_eq!(refused.policies.len(), 3);
@@ -133,7 +133,7 @@ fn policies_are_replaced_by_as_many_in_two_steps() {
 
 #[test]
 fn exclusions_count_for_the_policy_that_they_are_of_and_go_with_it() {
-    // 20 policies with exclusions in a network of each, in classes of different sets of them, and one without any that is in all.
+    // 20 policies with exclusions in networks of their own, in classes of different subsets, and one without exclusions in all classes.
     let (count, exclusions) = (20, 1_024);
     let mut view = empty();
     for n in 0..14 {
@@ -201,7 +201,7 @@ fn what_a_refused_policy_steers_is_no_other_policys_and_no_others_exclusion_lets
 
 #[test]
 fn a_policy_that_is_refused_again_and_again_takes_no_other_with_it() {
-    // Policy 1 steers all that pod 1 sends, and policy 0 fills the table; then policy 2 wants a destination inside of policy 1.
+    // Policy 1 steers everything that pod 1 sends, and policy 0 fills the table; then policy 2 wants a destination within policy 1.
     let default: IpNet = "0.0.0.0/0".parse().unwrap();
     let mut view = routes(0, limits::MAX_ROUTES - 1);
     add(&mut view, 1, &[1, 2], vec![(default, Some(id(1)))]);

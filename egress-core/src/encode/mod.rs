@@ -1,7 +1,7 @@
-//! From what a node should do to the contents of its maps. Pure.
+//! Encodes what a node should do as the contents of its maps. Pure.
 //!
-//! Names become small numbers here (policies, egress IPs, nodes, endpoints, classes). A number keeps its meaning as long
-//! as the thing exists, across restarts of the agent too: the numbers are read back from the maps themselves.
+//! Named things (policies, egress IPs, nodes, endpoints, classes) get small numbers here. A number keeps its meaning as long as the thing
+//! exists, even across restarts of the agent: the numbers are read back from the maps themselves.
 
 pub mod accounts;
 mod chunks;
@@ -44,9 +44,9 @@ use transport::TransportView;
 pub struct EndpointView {
     /// Its addresses.
     pub ips: BTreeSet<IpAddr>,
-    /// The policies that select it; empty for a pod that none selects.
+    /// The policies that select it; empty if none does.
     pub class: BTreeSet<PolicyId>,
-    /// The tick until which it may send on connections from before a policy selected it; 0: it has none.
+    /// The tick until which it may send on connections from before a policy selected it; 0 if it has none.
     pub history_until: u32,
     /// The interfaces that its addresses are behind, where that is known.
     pub interfaces: BTreeMap<IpAddr, u32>,
@@ -72,9 +72,9 @@ pub struct PolicyView {
     pub slots: Vec<SlotView>,
     /// The families in which gateways answer, but this node has no blocks of its slots: `onNoGateway: NodeIP` does not apply.
     pub waits: BTreeSet<Family>,
-    /// Which egress IPs its endpoints are assigned to, under `PerEndpoint`.
+    /// The egress IPs that its endpoints are assigned to, under `PerEndpoint`.
     pub assignments: BTreeMap<EndpointId, BTreeSet<IpAddr>>,
-    /// The tables have no record of it, for lack of room ([`fit`]), so the programs drop what leads to it.
+    /// Whether the tables have no record of it, for lack of room ([`fit`]), so that the programs drop what leads to it.
     pub unrecorded: bool,
 }
 
@@ -83,23 +83,23 @@ pub struct PolicyView {
 pub struct EgressView {
     /// The carrier that packets go to.
     pub gateway: Option<NodeName>,
-    /// The carriers that flows are spread over; none where all go to `gateway`.
+    /// The carriers that flows are spread over; empty if all flows go to `gateway`.
     pub spread: Vec<NodeName>,
-    /// This node sends packets with it to the outside.
+    /// Whether this node sends packets with it to the outside.
     pub forwards: bool,
     /// Its epoch.
     pub epoch: u64,
-    /// The interface on which this node sends its packets, if it does.
+    /// The interface on which this node sends its packets, if it forwards them.
     pub interface: Option<u32>,
-    /// The address is a node's own.
+    /// Whether the address is a node's own.
     pub node_address: bool,
-    /// An interface of this node has the address.
+    /// Whether an interface of this node has the address.
     pub here: bool,
-    /// ARP and NDP are not answered for it.
+    /// Whether ARP and NDP are not answered for it.
     pub silent: bool,
-    /// The subnet of its own that its packets go into, where this node carries it.
+    /// The dedicated subnet that its packets go into, if this node carries it.
     pub subnet: Option<SubnetInfo>,
-    /// The bandwidth limit of what this node sends with it, if it carries it.
+    /// The bandwidth limit of what this node sends with it, if this node carries it.
     pub limit: Option<Bandwidth>,
     /// Blocks that this node may take ports from.
     pub blocks: BTreeSet<u16>,
@@ -120,33 +120,34 @@ pub struct NodeView {
     pub classes: BTreeMap<BTreeSet<PolicyId>, Vec<(IpNet, Option<PolicyId>)>>,
     /// Destinations that no policy touches.
     pub excepts: BTreeSet<IpNet>,
-    /// Those of them in which no pod of this node has an address.
+    /// The excepted destinations in which no pod of this node has an address.
     pub elsewhere: BTreeSet<IpNet>,
-    /// The one of them that is the Service of the API server, if it is known.
+    /// The excepted destination that is the Service of the API server, if it is known.
     pub api_server: Option<IpNet>,
     /// Egress IPs.
     pub egress_ips: BTreeMap<IpAddr, EgressView>,
-    /// Tunnel addresses of all nodes; the first one is the one to send to.
+    /// Tunnel addresses of all nodes; packets are sent to the first one.
     pub nodes: BTreeMap<NodeName, Vec<IpAddr>>,
-    /// How to send to other nodes; the tunnel device serves for those that are not named.
+    /// How to send to other nodes; those that are not named are reached through the tunnel device.
     pub transports: BTreeMap<NodeName, TransportView>,
     /// The MAC addresses that nodes on a common link send from.
     pub macs: BTreeMap<[u8; 6], NodeName>,
-    /// Interfaces on which packets of egress IPs arrive, with their MAC addresses: those that answer for them, and those of the underlay.
+    /// Interfaces on which packets of egress IPs arrive, with their MAC addresses: those that answer for egress IPs, and those of the
+    /// underlay.
     pub uplinks: BTreeMap<u32, [u8; 6]>,
     /// By node with leases: the revision up to which its leases are among those of `egress_ips`.
     pub known_leases: BTreeMap<NodeName, u64>,
-    /// Settings; node and generation are filled in by the encoder and the writer.
+    /// The configuration record; the encoder fills in the node, and the writer the generation.
     pub config: Option<DatapathConfig>,
 }
 
-/// Numbers of things that have names.
+/// The numbers of named things.
 #[derive(Clone, Debug)]
 pub(super) struct Numbers<T: Ord + Clone>(pub(super) BTreeMap<T, u32>);
 
 impl<T: Ord + Clone> Numbers<T> {
-    /// The numbers of all that is `wanted`: the old ones where they had one, free ones from 1 up otherwise. Numbers in
-    /// `taken` are not free.
+    /// Assigns a number to everything that is `wanted`: the old number if there is one, otherwise a free one from 1 up. Numbers in `taken`
+    /// are not free.
     fn assign(&self, wanted: impl IntoIterator<Item = T>, taken: impl IntoIterator<Item = u32>) -> Self {
         let taken: BTreeSet<u32> = taken.into_iter().chain(self.0.values().copied()).collect();
         let mut free = (1..).filter(|n| !taken.contains(n));
@@ -158,7 +159,7 @@ impl<T: Ord + Clone> Numbers<T> {
     }
 }
 
-/// Turns views into tables. Remembers which numbers are given out.
+/// Turns views into tables. Remembers which numbers are assigned.
 pub struct Encoder {
     pub(super) policies: Numbers<PolicyId>,
     egress: Numbers<IpAddr>,
@@ -178,14 +179,13 @@ fn named<T: FromStr>(tables: &Tables, kind: u32) -> impl Iterator<Item = (T, u32
         .filter_map(|(k, v)| Some((name_text(v).parse().ok()?, k.id)))
 }
 
-/// How many bytes may wait for a limited egress IP: what its rate lets pass in 50 ms, and room for a few of the largest
-/// packets.
+/// Returns how many bytes may wait for a limited egress IP: what its rate lets pass in 50 ms, with room for a few of the largest packets.
 fn queue(limit: Bandwidth) -> u32 {
     u32::try_from(limit.rate_bps / 8 / 20).unwrap_or(u32::MAX).clamp(limits::MIN_SHAPER_QUEUE, limits::MAX_SHAPER_QUEUE)
 }
 
 impl Encoder {
-    /// The numbers that are in use in the maps of an earlier agent, or none.
+    /// Recovers the numbers that are in use in the maps of an earlier agent, if any.
     pub fn recover(present: &Tables) -> Self {
         let nodes = present.names.iter().filter(|(k, _)| k.kind == name_kind::NODE);
         Self {
@@ -199,7 +199,7 @@ impl Encoder {
         }
     }
 
-    /// The tables that carry out `view`, given what is in the maps now.
+    /// Returns the tables that carry out `view`, given what is in the maps now.
     pub fn encode(&mut self, view: &NodeView, present: &Tables) -> Result<Tables, Overflow> {
         let (next, tables) = self.try_encode(view, present);
         tables.check(present)?;
@@ -207,7 +207,7 @@ impl Encoder {
         Ok(tables)
     }
 
-    /// The same, whether the tables fit or not, with the numbers in them.
+    /// Does the same whether the tables fit or not. Also returns the numbers in them.
     fn try_encode(&self, view: &NodeView, present: &Tables) -> (Self, Tables) {
         let next = Self {
             policies: self.policies.assign(view.policies.keys().cloned(), named_ids(present, name_kind::POLICY)),
@@ -239,7 +239,7 @@ impl Encoder {
     fn known_classes(&self, view: &NodeView) -> Numbers<BTreeSet<PolicyId>> {
         let (mut known, mut left) = (self.classes.clone(), self.left_classes.clone());
         for class in view.classes.keys().filter(|_| !self.left_classes.is_empty()) {
-            // Each number once: anybody can choose names of policies whose hashes are the same.
+            // Each number is used once: anyone can choose policy names whose hashes are the same.
             known.0.extend(left.remove(&class_name(class)).map(|number| (class.clone(), number)));
         }
         known
@@ -259,11 +259,11 @@ impl Encoder {
     }
 
     fn egress_ips(&self, view: &NodeView, present: &Tables, tables: &mut Tables) {
-        // An entry that is no longer wanted is retired: the collector needs it to find the other halves of its flows,
-        // and the next address to get its index has a higher generation.
+        // An entry that is no longer wanted is retired: the collector needs it to find the other halves of its flows, and the next address
+        // to get its index has a higher generation.
         let retired = |e: &EgressIp| EgressIp { addr: e.addr, generation: e.generation, ..EgressIp::EMPTY };
         tables.egress_ips = present.egress_ips.iter().map(|(i, e)| (*i, retired(e))).collect();
-        // By hash: each of the leases, of which a gateway has many, names a node.
+        // A hash map, because each lease names a node, and a gateway has many leases.
         let nodes: HashMap<&NodeName, u16> = self.nodes.0.iter().map(|(name, number)| (name, *number as u16)).collect();
         for (address, e) in &view.egress_ips {
             let Some(&index) = self.egress.0.get(address) else { continue };
@@ -315,8 +315,8 @@ impl Encoder {
             }
             if !e.blocks.is_empty() {
                 let mut list = BlockList { count: e.blocks.len() as u32, blocks: [0; port_block::COUNT as usize] };
-                // The kernel copies a list that programs are reading. Places behind its end hold blocks, too, so that an
-                // old length with new blocks, or the other way round, yields no other node's ports.
+                // The kernel copies a list that programs are reading. Places beyond its end also hold this node's blocks, so that an old
+                // length with new blocks, or a new length with old blocks, yields no other node's ports.
                 for (place, block) in list.blocks.iter_mut().zip(e.blocks.iter().cycle()) {
                     *place = *block;
                 }
@@ -366,7 +366,7 @@ impl Encoder {
         }
     }
 
-    /// The Maglev table of a policy's usable slots of one family, as indices of egress IPs.
+    /// Returns the Maglev table of a policy's usable slots of one family, as indices of egress IPs.
     fn maglev(&self, policy: &PolicyView, family: u32) -> Vec<u16> {
         let wanted = |s: &&SlotView| s.usable && s.weight > 0 && s.address.is_ipv4() == (family == 4);
         let usable = policy.slots.iter().filter(wanted);
@@ -439,41 +439,41 @@ impl Encoder {
     }
 }
 
-/// The ids that a kind of thing has in the maps. Names are written before anything that uses their ids, and removed after
-/// it: no other id is in use.
+/// Returns the ids that a kind of thing has in the maps. Names are written before anything that uses their ids, and removed after it: no
+/// other id is in use.
 fn named_ids(present: &Tables, kind: u32) -> impl Iterator<Item = u32> {
     present.names.keys().filter(move |k| k.kind == kind).map(|k| k.id)
 }
 
-/// The classes that anything in the maps names. A class whose policies steer nothing has endpoints and no routes.
+/// Returns the classes that any entry in the maps names. A class whose policies steer nothing has endpoints and no routes.
 fn present_classes(present: &Tables) -> impl Iterator<Item = u32> {
     let routes = present.v4.routes.keys().map(|(k, _)| k.class).chain(present.v6.routes.keys().map(|(k, _)| k.class));
     let endpoints = present.v4.endpoints.values().chain(present.v6.endpoints.values()).map(|e| e.class);
     routes.chain(endpoints).chain(named_ids(present, name_kind::CLASS))
 }
 
-/// The indices of egress IPs: an address keeps the one that it has in the maps, even a retired one that comes back. Others
-/// get one that was never used or, if there is none left, that of a retired address.
+/// Returns the indices of egress IPs. An address keeps the index that it has in the maps, even if it was retired and comes back. Other
+/// addresses get an index that was never used or, if none is left, that of a retired address.
 fn egress_numbers(view: &NodeView, present: &Tables) -> Numbers<IpAddr> {
     let known: BTreeMap<IpAddr, u32> = present.egress_ips.iter().map(|(i, e)| (net::from_any(e.addr), *i)).collect();
     let live: BTreeSet<u32> =
         present.v4.egress_index.values().chain(present.v6.egress_index.values()).copied().collect();
     let fresh = (1..limits::MAX_EGRESS_IPS as u32).filter(|i| !present.egress_ips.contains_key(i));
     let retired = known.iter().filter(|(a, i)| !view.egress_ips.contains_key(*a) && !live.contains(i)).map(|(_, i)| *i);
-    // An index behind the end of the table makes the whole table be refused.
+    // An index beyond the end of the table makes the whole table be refused.
     let mut free = fresh.chain(retired).chain(limits::MAX_EGRESS_IPS as u32..);
     let number = |a: &IpAddr| known.get(a).copied().or_else(|| free.next()).map(|n| (*a, n));
     Numbers(view.egress_ips.keys().filter_map(number).collect())
 }
 
-/// The length of a policy's Maglev table of one family, where it is not empty. It follows all slots of the family, usable or not: a
-/// gateway that fails does not change it.
+/// Returns the length of a policy's Maglev table of one family, if that table is not empty. It depends on all slots of the family, usable
+/// or not, so the failure of a gateway does not change it.
 fn maglev_len(policy: &PolicyView, family: u32) -> u32 {
     maglev::size(policy.slots.iter().filter(|s| s.address.is_ipv4() == (family == 4)).count())
 }
 
-/// The numbers of endpoints, derived from their names: a pod that follows another one, perhaps with its address, has another
-/// number. All state of a pod names it by that.
+/// Returns the numbers of endpoints, derived from their names. A pod that follows another one, perhaps with its address, has another
+/// number. All state of a pod refers to it by this number.
 fn endpoint_numbers(known: &Numbers<EndpointId>, view: &NodeView, present: &Tables) -> Numbers<EndpointId> {
     let mut taken: BTreeSet<u32> =
         named_ids(present, name_kind::ENDPOINT).chain(known.0.values().copied()).chain([0]).collect();
@@ -494,7 +494,7 @@ fn enter<K: Ord, V: Checked<K>>(table: &mut BTreeMap<K, V>, key: K, record: V) {
     table.insert(key, record);
 }
 
-/// The seed of a policy's hashes: the same on every node, different between policies.
+/// Returns the seed of a policy's hashes: the same on every node, different between policies.
 pub fn seed(policy: &PolicyId) -> u32 {
     hash_of(&policy.to_string())
 }

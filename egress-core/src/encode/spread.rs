@@ -1,4 +1,4 @@
-//! Which carrier the flows of an egress IP go to, where they are spread over several. Pure.
+//! Which carriers the flows of an egress IP go to, if they are spread over several. Pure.
 
 use egress_common::egress::{CARRIER_ENTRIES, CarrierTable};
 use std::{cmp::Reverse, collections::BTreeMap};
@@ -6,8 +6,8 @@ use std::{cmp::Reverse, collections::BTreeMap};
 /// The table without carriers.
 pub const NONE: CarrierTable = CarrierTable { node: [0; CARRIER_ENTRIES + 1] };
 
-/// The table that follows `before`: `members` share the entries as evenly as possible. A carrier that leaves gives its entries to the
-/// others, and one that joins takes some of each; no other flow changes its carrier. Tables of different nodes need not agree.
+/// Returns the table that follows `before`: `members` share the entries as evenly as possible. A carrier that leaves gives its entries to
+/// the others, and one that joins takes some of each; no other flow changes its carrier. Tables of different nodes need not agree.
 pub fn table(mut before: CarrierTable, members: &[u16]) -> CarrierTable {
     let entries = &mut before.node[..CARRIER_ENTRIES];
     let mut counts: BTreeMap<u16, usize> = members.iter().map(|member| (*member, 0)).collect();
@@ -17,7 +17,7 @@ pub fn table(mut before: CarrierTable, members: &[u16]) -> CarrierTable {
     if counts.is_empty() {
         return NONE;
     }
-    // If they cannot have the same, those that have the most have one more.
+    // If they cannot all have the same number, the carriers with the most entries have one more.
     let mut by_count: Vec<u16> = counts.keys().copied().collect();
     by_count.sort_by_key(|member| Reverse(counts[member]));
     let (share, more) = (CARRIER_ENTRIES / by_count.len(), CARRIER_ENTRIES % by_count.len());

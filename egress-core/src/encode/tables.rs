@@ -1,4 +1,4 @@
-//! The contents of all maps that the agent writes, as one value: what is wanted, and what is there. Pure.
+//! The contents of all maps that the agent writes, as one value, both wanted and present. Pure.
 
 use egress_common::{
     V4, V6,
@@ -18,7 +18,7 @@ pub struct FamilyTables<A: Ord> {
     pub endpoints: BTreeMap<A, Endpoint>,
     /// Policy by (class and destination, prefix length with the 32 bits of the class).
     pub routes: BTreeMap<(RouteKey<A>, u32), u32>,
-    /// Prefixes that no policy touches; the value is 1.
+    /// Prefixes that no policy touches, each with its kind ([`egress_common::endpoint::except`]).
     pub excepts: BTreeMap<(A, u32), u32>,
     /// Index by address of the egress IP.
     pub egress_index: BTreeMap<A, u32>,
@@ -35,7 +35,7 @@ impl<A: Ord> Default for FamilyTables<A> {
     }
 }
 
-/// The tables of both families. Arrays are maps from the index to what is not zero.
+/// The tables of both families. Arrays are maps from the index to the elements that are not zero.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tables {
     /// IPv4.
@@ -52,8 +52,7 @@ pub struct Tables {
     pub accounts: BTreeMap<AccountKey, u32>,
     /// Maglev tables by chunk.
     pub maglev: BTreeMap<u32, MaglevChunk>,
-    /// Egress IPs by index. One that is retired stays here without an owner until its index is needed: flows that still
-    /// use it name it.
+    /// Egress IPs by index. A retired one stays here without an owner until its index is needed: flows that still use it refer to it.
     pub egress_ips: BTreeMap<u32, EgressIp>,
     /// This node's blocks by egress IP.
     pub blocks: BTreeMap<u32, BlockList>,
@@ -73,21 +72,21 @@ pub struct Tables {
     pub uplinks: BTreeMap<u32, Uplink>,
     /// Names.
     pub names: BTreeMap<NameKey, Name>,
-    /// Settings; the generation is set when it is written.
+    /// The configuration record; the generation is set when it is written.
     pub config: Option<DatapathConfig>,
 }
 
 macro_rules! bounded {
     ($($table:ident = $name:literal: $limit:ident,)*) => {
-        /// The tables that may be too small.
+        /// The tables that may overflow.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
         pub enum Table { $( #[doc = concat!("`", $name, "`.")] $table, )* }
 
         impl Table {
-            /// All of them, in the order in which they are checked.
+            /// All tables, in the order in which they are checked.
             const ALL: &'static [Self] = &[$(Self::$table),*];
 
-            /// Its name as a map of the programs.
+            /// Returns its name as a map of the programs.
             pub const fn name(self) -> &'static str { match self { $(Self::$table => $name),* } }
 
             const fn capacity(self) -> usize { match self { $(Self::$table => limits::$limit),* } }
@@ -131,8 +130,8 @@ pub struct Overflow {
 }
 
 impl Tables {
-    /// Refuses what does not fit, before anything is written. Present and wanted entries share the tables while one
-    /// replaces the other, so both must fit together.
+    /// Checks that everything fits, before anything is written. Present and wanted entries share the tables while one replaces the other,
+    /// so both must fit together.
     pub fn check(&self, present: &Tables) -> Result<(), Overflow> {
         let used = |table: &Table| (*table, self.with(present, *table), table.capacity());
         match Table::ALL.iter().map(used).find(|(_, wanted, capacity)| wanted > capacity) {
@@ -141,7 +140,8 @@ impl Tables {
         }
     }
 
-    /// How many entries of a table are in use while these tables replace the present ones. Of arrays, what is present has its places.
+    /// Returns how many entries of a table are in use while these tables replace the present ones. In arrays, present entries have their
+    /// places.
     fn with(&self, present: &Tables, table: Table) -> usize {
         fn union<K: Ord, V>(a: &BTreeMap<K, V>, b: &BTreeMap<K, V>) -> usize {
             a.len() + b.keys().filter(|k| !a.contains_key(*k)).count()

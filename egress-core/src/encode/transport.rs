@@ -15,7 +15,7 @@ use std::net::IpAddr;
 pub struct TransportView {
     /// The transport ([`egress_common::transport`]) of packets to it as a gateway.
     pub forward: u32,
-    /// The transports that can reach it, [`transport::bit`] each.
+    /// The transports that can reach it, as [`transport::bit`]s.
     pub may: u32,
     /// The counter for packets that take the device because nothing else is possible.
     pub why: Option<Counter>,
@@ -30,31 +30,31 @@ pub struct Path {
     pub ifindex: u32,
     /// Largest IP packet, in bytes.
     pub mtu: u32,
-    /// The next hop: the node itself where it is on the link.
+    /// The next hop: the node itself if it is on the link.
     pub hop: IpAddr,
     /// This node's address.
     pub source: IpAddr,
-    /// The node's MAC address and that of our interface, where the node is on the link.
+    /// The node's MAC address and that of this node's interface, if the node is on the link.
     pub macs: Option<[[u8; 6]; 2]>,
 }
 
-/// A MAC address as words in memory order.
+/// Returns a MAC address as words in memory order.
 pub fn mac(m: [u8; 6]) -> [u16; 3] {
     [0, 2, 4].map(|i| u16::from_ne_bytes([m[i], m[i + 1]]))
 }
 
-/// The Ethernet address of these words in memory order: the inverse of [`mac`].
+/// Returns the Ethernet address of these words in memory order: the inverse of [`mac`].
 pub fn mac_bytes(words: [u16; 3]) -> [u8; 6] {
     let [[a, b], [c, d], [e, f]] = words.map(u16::to_ne_bytes);
     [a, b, c, d, e, f]
 }
 
-/// The key of a MAC address.
+/// Returns the key of a MAC address.
 pub fn mac_key(m: [u8; 6]) -> MacKey {
     MacKey { mac: mac(m), reserved: 0 }
 }
 
-/// The record of a node with that tunnel address.
+/// Returns the record of a node with this tunnel address.
 pub fn record(address: IpAddr, transport: Option<&TransportView>) -> NodeEntry {
     let tunnel_v4 = match address {
         IpAddr::V4(a) => u32::from(a),

@@ -1,6 +1,6 @@
-//! Judges gateways by the renewals of their Lease objects, and node objects by their absence.
+//! Judges gateways by the renewals of their Lease objects, and nodes by the absence of their Node objects.
 //!
-//! Only that a lease object *changed* counts, and when we saw it change: the clocks of other machines are never compared.
+//! Only the fact that a lease object *changed* counts, and when we saw the change: the clocks of other machines are never compared.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -8,13 +8,13 @@ use std::time::Duration;
 use super::{Health, LeaseState, NodeHealth, terms::all_quiet};
 use crate::model::NodeName;
 
-/// How long things take.
+/// The durations by which leases and nodes are judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseTimes {
-    /// A lease that was not renewed for this long has lapsed, as long as other gateways renew theirs; if none does, after three times as long.
-    /// A lease that states a longer duration lasts that long: its gateway renews it accordingly, and answers for that long.
+    /// A lease that was not renewed for this long has lapsed, as long as other gateways renew theirs; if none does, it lapses after three
+    /// times as long. A lease that states a longer duration lasts that long: its gateway renews it accordingly, and answers for that long.
     pub duration: Duration,
-    /// Port blocks of a node that has been absent for this long may go to others.
+    /// After a node has been absent for this long, its port blocks may go to others.
     pub quarantine: Duration,
 }
 
@@ -24,29 +24,29 @@ impl Default for LeaseTimes {
     }
 }
 
-/// If no gateway renews, the server that they renew at is probably overloaded, for instance after a restart. They count as dead only
-/// after this many durations: without any gateway nothing could be done for the egress IPs anyway.
+/// If no gateway renews, the server at which they renew is probably overloaded, for instance after a restart. Gateways count as dead only
+/// after this many durations: without any gateway, nothing could be done for the egress IPs anyway.
 const PATIENCE: u32 = 3;
 
-/// Until when no gateway has to renew. The leases have just changed, or become readable, for the first time in `quiet`.
+/// Returns the time until which gateways need not renew. The leases have just changed, or become readable, for the first time in `quiet`.
 fn excuse(now: Duration, quiet: Duration, duration: Duration) -> Duration {
     now + quiet.min(2 * duration)
 }
 
-/// What tells one renewal of a lease from the next; compared for equality only.
+/// What distinguishes one renewal of a lease from the next. Compared for equality only.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Renewal {
     /// `spec.renewTime` in ns.
     pub renew_time: Option<i128>,
     /// `metadata.resourceVersion`
     pub resource_version: String,
-    /// `spec.leaseDurationSeconds`; zero if the lease does not say it.
+    /// `spec.leaseDurationSeconds`; zero if the lease does not state it.
     pub duration: Duration,
 }
 
 #[derive(Clone, Debug, Default)]
 struct TrackedLease {
-    /// None while nobody holds it.
+    /// Absent while the lease has no holder.
     renewal: Option<Renewal>,
     renewed: Duration,
     fresh_since: Option<Duration>,
@@ -55,12 +55,12 @@ struct TrackedLease {
 }
 
 impl TrackedLease {
-    /// How long it lasts if it is not renewed. The controller's own duration is the least: a gateway that says less gains nothing.
+    /// Returns how long it lasts without renewal. The controller's own duration is the minimum: a gateway that states less gains nothing.
     fn duration(&self, times: LeaseTimes) -> Duration {
         self.renewal.as_ref().map_or(Duration::ZERO, |renewal| renewal.duration).max(times.duration)
     }
 
-    /// When it lapses, if no gateway had to renew before `excused` and none that had to has renewed since `quiet`.
+    /// Returns when it lapses, if no gateway had to renew before `excused` and none that had to has renewed since `quiet`.
     fn lapse(&self, times: LeaseTimes, excused: Duration, quiet: Duration) -> Duration {
         let duration = self.duration(times);
         let alone = self.renewed.max(excused) + duration;
@@ -73,18 +73,18 @@ impl TrackedLease {
 pub struct LeaseTracker {
     times: LeaseTimes,
     leases: BTreeMap<NodeName, TrackedLease>,
-    /// When one was last seen renewed.
+    /// When any lease was last seen renewed.
     renewed: Duration,
-    /// All leases were read once: a new one has just been taken.
+    /// Whether all leases were read once: a lease that appears afterwards has just been taken.
     looked: bool,
     absent_since: BTreeMap<NodeName, Duration>,
     blind_since: Option<Duration>,
-    /// No lease counts as renewed before this time: until then gateways could not renew.
+    /// Every lease counts as renewed at this time or later: until then gateways could not renew.
     excused_until: Duration,
 }
 
 impl LeaseTracker {
-    /// A tracker that has seen nothing.
+    /// Creates a tracker that has seen nothing.
     pub fn new(times: LeaseTimes) -> Self {
         Self {
             times,
@@ -97,8 +97,8 @@ impl LeaseTracker {
         }
     }
 
-    /// The lease of a node was read. One that exists at the first read of all leases counts as a renewal, but does not prove that
-    /// its gateway is alive: it lapses if no other renewal follows.
+    /// Records that the lease of a node was read. A lease that exists at the first read of all leases counts as a renewal, but does not
+    /// prove that its gateway is alive: it lapses if no other renewal follows.
     pub fn observe(&mut self, node: &NodeName, renewal: Renewal, now: Duration) {
         self.poll(now);
         if self.leases.get(node).is_some_and(|lease| lease.renewal.as_ref() == Some(&renewal)) {
@@ -109,7 +109,7 @@ impl LeaseTracker {
         let lease = self.leases.entry(node.clone()).or_default();
         lease.proven = self.looked || lease.renewal.is_some();
         lease.renewal = Some(renewal);
-        // One that need not renew for longer has not been quiet.
+        // A lease that need not be renewed for longer has not been quiet.
         let duration = lease.duration(self.times);
         if quiet >= all_quiet(duration) && is_followed {
             self.excused_until = excuse(now, quiet, duration);
@@ -119,24 +119,24 @@ impl LeaseTracker {
         lease.fresh_since.get_or_insert(now);
     }
 
-    /// Nobody holds the lease of a node: it was given up. Its gateway was not asked for it, or cannot carry anything.
+    /// Records that the lease of a node was given up and has no holder. Its gateway was not asked to hold it, or cannot carry anything.
     pub fn given_up(&mut self, node: &NodeName) {
         if let Some(lease) = self.leases.get_mut(node) {
             *lease = TrackedLease { returned: lease.returned, ..TrackedLease::default() };
         }
     }
 
-    /// The lease of a node was deleted: the gateway is as if it had never had one.
+    /// Records that the lease of a node was deleted: the gateway is as if it had never had one.
     pub fn deleted(&mut self, node: &NodeName) {
         self.leases.remove(node);
     }
 
-    /// All leases were read.
+    /// Records that all leases were read.
     pub fn looked(&mut self) {
         self.looked = true;
     }
 
-    /// These node objects exist. Those of `holders` that do not exist are absent from now on, if they were not before.
+    /// Records which node objects exist. Those of `holders` that do not exist are absent from now on, if they were not before.
     pub fn observe_nodes<'a>(
         &mut self,
         present: &BTreeSet<NodeName>,
@@ -151,14 +151,14 @@ impl LeaseTracker {
         }
     }
 
-    /// The leases can no longer be read: none lapses for lack of renewals that could not be seen.
+    /// Records that the leases can no longer be read: none lapses for lack of renewals that could not be seen.
     pub fn lost_sight(&mut self, now: Duration) {
         self.poll(now);
         self.blind_since.get_or_insert(now);
     }
 
-    /// The leases can be read again. A gateway that was fresh has a whole duration to be seen renewing, and before that as
-    /// long as nothing was seen (at most two durations) to reconnect to a server that was away or overloaded.
+    /// Records that the leases can be read again. A gateway that was fresh has a whole duration to be seen renewing and, before that, as
+    /// long as nothing was seen (at most two durations) to reconnect to a server that was unavailable or overloaded.
     pub fn regained_sight(&mut self, now: Duration) {
         if let Some(since) = self.blind_since.take() {
             self.excused_until = excuse(now, now.saturating_sub(since), self.times.duration);
@@ -182,13 +182,13 @@ impl LeaseTracker {
         lapsed
     }
 
-    /// Since when no gateway has renewed that had to.
+    /// Returns since when no gateway that had to renew has renewed.
     fn quiet_since(&self) -> Duration {
         self.renewed.max(self.excused_until)
     }
 
-    /// When time alone changes something next: a lease lapses, a gateway has been fresh for one of `delays` (the
-    /// failback delays of pools), an absent node is gone for good.
+    /// Returns when time alone next changes something: a lease lapses, a gateway has been fresh for one of `delays` (the failback delays of
+    /// pools), or an absent node is gone for good.
     pub fn next_deadline(&self, delays: &BTreeSet<Duration>, now: Duration) -> Option<Duration> {
         let fresh = self.leases.values().filter_map(|lease| Some((lease, lease.fresh_since?)));
         let lapses = fresh
@@ -200,7 +200,7 @@ impl LeaseTracker {
         lapses.chain(settles.chain(gone).filter(|at| *at > now)).min()
     }
 
-    /// The health that the planner gets.
+    /// Returns the health that the planner gets.
     pub fn health(&mut self, now: Duration) -> Health {
         self.poll(now);
         let mut nodes: BTreeMap<NodeName, NodeHealth> = BTreeMap::new();
@@ -237,7 +237,7 @@ mod tests {
         lasting(n, 2000)
     }
 
-    /// A renewal by a gateway whose leases last that many ms.
+    /// Returns a renewal by a gateway whose leases last this many ms.
     fn lasting(n: u64, duration: u64) -> Renewal {
         Renewal { renew_time: Some(n.into()), resource_version: n.to_string(), duration: ms(duration) }
     }
@@ -246,7 +246,7 @@ mod tests {
         (LeaseTracker::new(LeaseTimes { duration: ms(2000), quarantine: ms(5000) }), "gw1".into())
     }
 
-    /// Another gateway renews at these times.
+    /// Renews the lease of another gateway at these times.
     fn another_renews(tracker: &mut LeaseTracker, times: &[u64]) {
         times.iter().for_each(|at| tracker.observe(&"gw2".into(), renewal(*at), ms(*at)));
     }
@@ -378,7 +378,7 @@ mod tests {
         let mut all_dead = tracker.clone();
         assert!(!all_dead.poll(ms(6599)) && all_dead.poll(ms(6600)));
         assert_eq!(all_dead.health(ms(6600)).nodes.values().filter(|node| node.is_fresh()).count(), 0);
-        // Once one renews, the others get as long as nobody did, at most two durations, before they have to.
+        // Once one renews, the others have as long as none renewed, at most two durations, before they must renew.
         another_renews(&mut tracker, &[3600, 5000, 6000, 7000, 8000]);
         assert!(!tracker.poll(ms(8599)) && tracker.poll(ms(8600)));
         assert!(!tracker.health(ms(8600)).of(&gw).is_fresh());
@@ -387,13 +387,13 @@ mod tests {
     #[test]
     fn skewed_leases_each_lasts_as_long_as_it_says_and_one_does_not_prolong_another() {
         let (mut tracker, gw) = tracker();
-        // As after the leases of all nodes were made shorter: this agent has not been restarted yet, and renews when it always did.
+        // As after the leases of all nodes were made shorter: this agent has not been restarted yet, and renews at its old pace.
         for at in [0, 3000, 6000] {
             tracker.observe(&gw, lasting(at, 9000), ms(at));
             another_renews(&mut tracker, &[at + 10, at + 600, at + 1200, at + 1800, at + 2400]);
             assert!(tracker.health(ms(at + 2999)).nodes.values().all(NodeHealth::is_fresh), "{at}");
         }
-        // The other one dies, and then this one.
+        // In one case the other gateway dies, in the other case this one.
         for at in [9000, 12_000] {
             tracker.observe(&gw, lasting(at, 9000), ms(at));
         }
@@ -413,8 +413,8 @@ mod tests {
     }
 
     proptest! {
-        /// The API server is away for any time; before and after it the gateways renew in time, each after a delay of
-        /// its own. None lapses, except one that does not come back, in bounded time.
+        /// The API server is unavailable for any time; before and after that, the gateways renew in time, each after its own delay. No
+        /// lease lapses, except that of a gateway that does not come back, which lapses in bounded time.
         #[test]
         fn a_store_outage_is_no_evidence_of_dead_gateways(
             away in 20u64..1800, phases in prop::collection::vec(0u64..10, 1..5), back in prop::collection::vec(0u64..20, 5),
@@ -423,7 +423,7 @@ mod tests {
             let (mut tracker, mortal) = tracker();
             let (gone, returns) = (100, 100 + away);
             let mut heard = ms(0);
-            // In steps of 50 ms; everybody renews every tenth.
+            // In steps of 50 ms; each gateway renews every tenth step.
             for step in 0..returns + 200 {
                 let now = ms(step * 50);
                 let renews = |phase: u64, back: u64| step % 10 == phase && (step < gone || step >= returns + back);
@@ -432,7 +432,7 @@ mod tests {
                 if renews(0, 0) && (step < gone || !dies) {
                     renewing.push(mortal.clone());
                 }
-                // As the controller does; the leader's own lease is heard as well.
+                // As the controller does: it also hears of the leader's own lease.
                 if now - heard >= ms(1000) {
                     tracker.lost_sight(heard);
                 }

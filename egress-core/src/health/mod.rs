@@ -1,7 +1,7 @@
-//! Which gateways are alive: what the planner is told about them, and the sans-I/O state machines that find out.
+//! Which gateways are alive: the health that the planner gets, and the sans-I/O state machines that determine it.
 //!
-//! Time is an argument: a monotonic `Duration` since an arbitrary start, the same for all calls to one machine. Nothing here
-//! reads a clock, sends or receives.
+//! The time is an argument: a monotonic `Duration` since an arbitrary start, the same for all calls to one machine. Nothing here reads a
+//! clock, sends or receives.
 
 mod lease;
 mod probe;
@@ -25,11 +25,11 @@ pub enum LeaseState {
     Never,
     /// It is renewed in time.
     Fresh {
-        /// for how long already
+        /// how long it has been fresh
         since: Duration,
-        /// whether it had lapsed before, so that it has to prove itself again
+        /// whether it had lapsed before, so that it must prove itself again
         returned: bool,
-        /// whether a renewal was seen: until then the lease may be left over from a gateway that is dead
+        /// whether a renewal was seen: until then the lease may be left over from a dead gateway
         proven: bool,
     },
     /// It is no longer renewed.
@@ -41,32 +41,32 @@ pub enum LeaseState {
 pub struct NodeHealth {
     /// Its lease as a gateway.
     pub lease: LeaseState,
-    /// The node has been absent for so long that port blocks leased to it may go to others.
+    /// Whether the node has been absent for so long that port blocks leased to it may go to others.
     pub gone: bool,
 }
 
 impl NodeHealth {
-    /// Whether the node keeps the egress IPs that it has.
+    /// Returns whether the node keeps the egress IPs that it has.
     pub fn is_fresh(&self) -> bool {
         matches!(self.lease, LeaseState::Fresh { .. })
     }
 
-    /// Whether it was not asked for a lease: it may be alive.
+    /// Returns whether the node was not asked to hold a lease: it may be alive.
     pub fn is_unasked(&self) -> bool {
         self.lease == LeaseState::Never
     }
 
-    /// Whether the node may be given an egress IP.
+    /// Returns whether the node may be given an egress IP.
     pub fn is_proven(&self) -> bool {
         matches!(self.lease, LeaseState::Fresh { proven: true, .. })
     }
 
-    /// Whether it may be given egress IPs, and has been fresh for at least this long.
+    /// Returns whether the node may be given egress IPs and has been fresh for at least this long.
     pub fn fresh_for(&self, delay: Duration) -> bool {
         matches!(self.lease, LeaseState::Fresh { since, proven: true, .. } if since >= delay)
     }
 
-    /// Whether it may be given egress IPs that others could keep: it never lapsed, or not for this long.
+    /// Returns whether the node may be given egress IPs that others could keep: it never lapsed, or has been fresh for this long since.
     pub fn settled(&self, delay: Duration) -> bool {
         matches!(self.lease, LeaseState::Fresh { since, returned, proven: true } if !returned || since >= delay)
     }
@@ -80,7 +80,7 @@ pub struct Health {
 }
 
 impl Health {
-    /// What is known of a node.
+    /// Returns what is known of a node.
     pub fn of(&self, node: &NodeName) -> NodeHealth {
         self.nodes.get(node).copied().unwrap_or_default()
     }

@@ -6,11 +6,11 @@ use std::time::Duration;
 /// How often to probe, and how many results decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProbeTimes {
-    /// Between two probes to a gateway that answers.
+    /// The time between two probes to a gateway that answers.
     pub interval: Duration,
-    /// This many missed in a row: dead.
+    /// How many missed probes in a row mean dead.
     pub misses: u32,
-    /// This many answered in a row: alive again.
+    /// How many answered probes in a row mean alive again.
     pub replies: u32,
 }
 
@@ -21,14 +21,14 @@ impl Default for ProbeTimes {
 }
 
 impl ProbeTimes {
-    /// The pace of doubt: the time between probes of a gateway that has missed one, until it answers or is dead. With the defaults it is dead
-    /// 75 ms after the first missed probe, so that the first retransmission of TCP (200 ms, `TCP_RTO_MIN`) finds another carrier.
+    /// Returns the pace of doubt: the time between probes of a gateway that has missed one, until it answers or is dead. By default it is
+    /// dead 75 ms after the first missed probe, so that the first retransmission of TCP (200 ms, `TCP_RTO_MIN`) finds another carrier.
     pub fn quick(&self) -> Duration {
         self.interval / 4
     }
 }
 
-/// What the probes say.
+/// The conclusion from the probes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeState {
     /// Nothing yet. New flows may use the gateway.
@@ -55,7 +55,7 @@ pub enum ProbeTransition {
 pub struct ProbeTracker {
     times: ProbeTimes,
     state: ProbeState,
-    /// Sent and not answered: when, and whether it counts as missed already. Bounded by [`ProbeTracker::REMEMBERED`].
+    /// Probes sent and not answered: when, and whether each counts as missed already. Bounded by [`ProbeTracker::REMEMBERED`].
     pending: BTreeMap<u64, (Duration, bool)>,
     missed: u32,
     answered: u32,
@@ -63,32 +63,32 @@ pub struct ProbeTracker {
 }
 
 impl ProbeTracker {
-    /// Answers to probes older than this many are ignored.
+    /// How many unanswered probes are remembered: answers to older ones are ignored.
     pub const REMEMBERED: usize = 16;
-    /// An answer is missed after this many times the last round trip.
+    /// An answer counts as missed after this many times the last round trip.
     const ROUND_TRIPS: u32 = 3;
 
-    /// Nothing sent yet.
+    /// Creates a tracker of probes of which none was sent yet.
     pub fn new(times: ProbeTimes) -> Self {
         Self { times, state: ProbeState::Unknown, pending: BTreeMap::new(), missed: 0, answered: 0, round_trip: None }
     }
 
-    /// What the probes say.
+    /// Returns the conclusion from the probes.
     pub fn state(&self) -> ProbeState {
         self.state
     }
 
-    /// Whether a probe was missed since the last answer.
+    /// Returns whether a probe was missed since the last answer.
     pub fn in_doubt(&self) -> bool {
         self.missed > 0
     }
 
-    /// How long until the next probe.
+    /// Returns how long until the next probe.
     pub fn interval(&self) -> Duration {
         if self.in_doubt() { self.patience() } else { self.times.interval }
     }
 
-    /// How long until a probe counts as missed. A gateway that has never answered, or is dead, has the whole interval.
+    /// Returns how long until a probe counts as missed. A gateway that has never answered, or is dead, has the whole interval.
     fn patience(&self) -> Duration {
         match self.round_trip {
             Some(last) if self.state == ProbeState::Alive => {
@@ -98,12 +98,12 @@ impl ProbeTracker {
         }
     }
 
-    /// The last round trip.
+    /// Returns the last round trip.
     pub fn round_trip(&self) -> Option<Duration> {
         self.round_trip
     }
 
-    /// A probe was sent. Sequence numbers are never used twice.
+    /// Records that a probe was sent. Sequence numbers are never used twice.
     pub fn on_sent(&mut self, seq: u64, now: Duration) {
         self.pending.insert(seq, (now, false));
         while self.pending.len() > Self::REMEMBERED {
@@ -111,8 +111,8 @@ impl ProbeTracker {
         }
     }
 
-    /// A reply came. A late one shows that the gateway is alive, but does not count towards its return. Replies to
-    /// probes that were not sent, or were answered already, are ignored.
+    /// Records a reply. A late reply shows that the gateway is alive, but does not count towards its return. Replies to probes that were
+    /// not sent, or were answered already, are ignored.
     pub fn on_reply(&mut self, seq: u64, now: Duration) -> Option<ProbeTransition> {
         let (sent, missed) = self.pending.remove(&seq)?;
         self.round_trip = Some(now.saturating_sub(sent));
@@ -132,7 +132,7 @@ impl ProbeTracker {
         })
     }
 
-    /// Counts what was not answered in time.
+    /// Counts the probes that were not answered in time.
     pub fn poll(&mut self, now: Duration) -> Option<ProbeTransition> {
         let patience = self.patience();
         for (sent, missed) in self.pending.values_mut() {
@@ -148,7 +148,7 @@ impl ProbeTracker {
         })
     }
 
-    /// When the next probe will be missed, if no reply comes.
+    /// Returns when the next probe will be missed, if no reply comes.
     pub fn next_deadline(&self) -> Option<Duration> {
         self.pending.values().filter(|(_, missed)| !missed).map(|(sent, _)| *sent + self.patience()).min()
     }
@@ -162,7 +162,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// Sends probe `n` at n x 100 ms, answered `rtt` ms later where `answered` says so. Returns all transitions.
+    /// Sends probe `n` at n x 100 ms; if `answered` holds for it, the reply comes 1 ms later. Returns all transitions.
     fn run(
         tracker: &mut ProbeTracker,
         probes: std::ops::Range<u64>,
@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(tracker.round_trip(), Some(ms(1)));
     }
 
-    /// Answers take `rtt` until 500 ms, and then stop. Returns when the gateway is dead.
+    /// Lets answers take `rtt` until 500 ms, and then stop. Returns when the gateway is dead.
     fn dies(rtt: Duration) -> Duration {
         let mut tracker = ProbeTracker::new(ProbeTimes::default());
         let (mut seq, mut sent) = (0, ms(0));

@@ -1,37 +1,37 @@
-//! What follows from how long a lease lasts. Its holder, the other gateways and the controller rely on each other's times, so all of them take
-//! them from here. Each takes a lease's duration and returns a share of it.
+//! Times that follow from how long a lease lasts. Its holder, the other gateways and the controller rely on each other's times, so all of
+//! them take these times from here. Each function takes a lease's duration and returns a share of it.
 
 use std::time::Duration;
 
-/// How long a holder counts on its lease after it began to renew it: less than others do, since clocks run at different rates.
+/// Returns how long a holder counts on its lease after it began to renew it: less than others do, since clocks run at different rates.
 pub fn counted(duration: Duration) -> Duration {
     duration - duration / 10
 }
 
-/// The longest time between two renewals of a living holder: it renews three times in a duration.
+/// Returns the longest time between two renewals of a living holder: it renews three times in a duration.
 pub fn between_renewals(duration: Duration) -> Duration {
     duration / 3
 }
 
-/// How long no gateway renews before that is no evidence against one whose lease lasts this long: the earliest of living gateways would lapse
-/// one renewal before the latest.
+/// Returns after how long without any renewal the silence is no evidence against a gateway whose lease lasts this long: among living
+/// gateways, the earliest would lapse one renewal before the latest.
 pub fn all_quiet(duration: Duration) -> Duration {
     duration - between_renewals(duration)
 }
 
-/// Until when a gateway that counts on its lease until `until` tells others so. One that still says it when another's lease ends has renewed
-/// since that one should have: the store is not away.
+/// Returns until when a gateway that counts on its lease until `until` tells others so. A gateway that still says so when another's lease
+/// ends has renewed since that other one should have: the store is available.
 pub fn says_held_until(until: Duration, duration: Duration) -> Duration {
     until.saturating_sub(between_renewals(duration))
 }
 
-/// How long after the last gateway has ceased to say that it holds its lease ([`says_held_until`]) all have been quiet ([`all_quiet`]).
+/// Returns how long after the last gateway ceased to say that it holds its lease ([`says_held_until`]) all are quiet ([`all_quiet`]).
 pub fn until_all_quiet(duration: Duration) -> Duration {
     all_quiet(duration) - says_held_until(counted(duration), duration)
 }
 
-/// How long before a gateway's lease ends all had been quiet if none has renewed since this one did. A report takes time to arrive: it
-/// counts as a thirtieth of a duration earlier, so that a controller which excuses nobody is not taken for one that does.
+/// Returns how long before a gateway's lease ends all gateways had been quiet if none has renewed since this one did. A report takes time
+/// to arrive: it counts as a thirtieth of a duration earlier, so that a controller that excuses none is not taken for one that does.
 pub fn quiet_before_end(duration: Duration) -> Duration {
     counted(duration) - all_quiet(duration) - duration / 30
 }

@@ -1,7 +1,7 @@
 //! Chooses the transport to one gateway by what probes of each transport say.
 //!
-//! Each round has one number. The transport in force is probed in every round, the others now and then, and all of them as
-//! soon as anything is in doubt. The gateway is alive as long as any transport answers.
+//! Each round has one number. The transport in force is probed in every round, the others now and then, and all of them as soon as anything
+//! is in doubt. The gateway is alive as long as any transport answers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,11 +15,11 @@ use super::{ProbeState, ProbeTimes, ProbeTracker, ProbeTransition};
 pub struct Form {
     /// The transport.
     pub transport: u32,
-    /// The packet is IPv6.
+    /// Whether the packet is IPv6.
     pub ipv6: bool,
 }
 
-/// Transports that are not in force are probed in one round of this many.
+/// Transports that are not in force are probed in one of this many rounds.
 const REST: u64 = 10;
 
 /// The probes of one gateway.
@@ -33,7 +33,7 @@ pub struct TransportChooser {
 }
 
 impl TransportChooser {
-    /// Nothing is known yet: the first of the transports is in force.
+    /// Creates a chooser that knows nothing yet: the first of the transports is in force.
     pub fn new(times: ProbeTimes, forms: &BTreeSet<Form>) -> Self {
         let overall = ProbeTracker::new(times);
         let mut new = Self { times, forms: BTreeMap::new(), overall, current: 0, rounds: 0 };
@@ -41,8 +41,7 @@ impl TransportChooser {
         new
     }
 
-    /// Uses these forms from now on, and keeps what is known about those that stay. Whether the transport in force has
-    /// changed.
+    /// Uses these forms from now on, and keeps what is known about those that stay. Returns whether the transport in force has changed.
     pub fn set(&mut self, forms: &BTreeSet<Form>) -> bool {
         self.forms.retain(|form, _| forms.contains(form));
         for form in forms {
@@ -51,37 +50,37 @@ impl TransportChooser {
         self.choose()
     }
 
-    /// The state of the gateway, over whatever transport.
+    /// Returns the state of the gateway, over any transport.
     pub fn state(&self) -> ProbeState {
         self.overall.state()
     }
 
-    /// How long until the next round.
+    /// Returns how long until the next round.
     pub fn interval(&self) -> Duration {
         self.overall.interval()
     }
 
-    /// Whether a probe by any transport was missed since the last answer by any.
+    /// Returns whether a probe by any transport was missed since the last answer by any.
     pub fn in_doubt(&self) -> bool {
         self.overall.in_doubt()
     }
 
-    /// When the next probe will be missed, if no reply comes by any transport.
+    /// Returns when the next probe will be missed, if no reply comes by any transport.
     pub fn next_deadline(&self) -> Option<Duration> {
         self.overall.next_deadline()
     }
 
-    /// The last round trip, over whatever transport.
+    /// Returns the last round trip, over any transport.
     pub fn round_trip(&self) -> Option<Duration> {
         self.overall.round_trip()
     }
 
-    /// The transport in force.
+    /// Returns the transport in force.
     pub fn current(&self) -> u32 {
         self.current
     }
 
-    /// The state of a transport: the worst of its forms. `None` if it is not probed.
+    /// Returns the state of a transport: the worst of its forms. `None` if it is not probed.
     pub fn of(&self, transport: u32) -> Option<ProbeState> {
         let worst = |state: ProbeState| match state {
             ProbeState::Dead => 0,
@@ -91,7 +90,7 @@ impl TransportChooser {
         self.trackers(transport).map(ProbeTracker::state).min_by_key(|state| worst(*state))
     }
 
-    /// Begins a round with this number, which was never used before. Returns what to send in it.
+    /// Begins a round with this number, which was never used before. Returns the forms to send in it.
     pub fn round(&mut self, seq: u64, now: Duration) -> Vec<Form> {
         self.rounds += 1;
         let unknown = self.forms.values().any(|tracker| tracker.state() == ProbeState::Unknown);
@@ -107,14 +106,15 @@ impl TransportChooser {
         due
     }
 
-    /// A reply came. Returns whether the gateway is alive again, and whether the transport in force has changed.
+    /// Processes a reply. Returns whether the gateway is alive again, and whether the transport in force has changed.
     pub fn on_reply(&mut self, form: Form, seq: u64, now: Duration) -> (Option<ProbeTransition>, bool) {
         let Some(tracker) = self.forms.get_mut(&form) else { return (None, false) };
         tracker.on_reply(seq, now);
         (self.overall.on_reply(seq, now), self.choose())
     }
 
-    /// Counts what was not answered in time. Whether the gateway is dead, and whether the transport in force has changed.
+    /// Counts the probes that were not answered in time. Returns whether the gateway is dead, and whether the transport in force has
+    /// changed.
     pub fn poll(&mut self, now: Duration) -> (Option<ProbeTransition>, bool) {
         for tracker in self.forms.values_mut() {
             tracker.poll(now);
@@ -126,8 +126,8 @@ impl TransportChooser {
         self.forms.iter().filter(move |(form, _)| form.transport == transport).map(|(_, tracker)| tracker)
     }
 
-    /// The transport in force stays until it fails or a better one is shown to work. If none works it is the first,
-    /// which needs the least.
+    /// Chooses the transport in force: it stays until it fails or a better one is shown to work. If none works, the first one is in force,
+    /// which needs the least. Returns whether it has changed.
     fn choose(&mut self) -> bool {
         let before = self.current;
         let mut transports = self.forms.keys().map(|form| form.transport);
@@ -155,7 +155,7 @@ mod tests {
         Form { transport: 2, ipv6: true },
     ];
 
-    /// Rounds of 100 ms in which the forms that satisfy `works` answer; the transports in force after each.
+    /// Runs rounds of 100 ms in which the forms that satisfy `works` answer. Returns the transport in force after each.
     fn rounds(transports: &mut TransportChooser, from: u64, count: u64, works: impl Fn(Form) -> bool) -> Vec<u32> {
         (from..from + count)
             .map(|seq| {

@@ -1,4 +1,4 @@
-//! Which node held a port at a time, how certain that is, and why it is not more certain.
+//! Answers which node held a port at a time, how certain that is, and why it is not more certain.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -6,16 +6,16 @@ use std::net::IpAddr;
 use super::{ALIVE, BLIND, LeaseEvent, LeaseRecord, PortLease};
 use crate::model::NodeName;
 
-/// What is asked.
+/// A question to the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseQuestion {
     /// The egress IP.
     pub egress_ip: IpAddr,
     /// The port.
     pub port: u16,
-    /// The earliest time that is meant.
+    /// The earliest time in question.
     pub from: i64,
-    /// The latest time that is meant.
+    /// The latest time in question.
     pub until: i64,
     /// How much clocks may differ, and how late writes may be.
     pub slack: i64,
@@ -30,19 +30,19 @@ pub struct LeaseHolder {
     pub first_port: u16,
     /// The last port of that range.
     pub last_port: u16,
-    /// When it got them; none: before this log begins, or while nothing was written.
+    /// When it got the ports; none if that was before this log begins, or while nothing was written.
     pub from: Option<i64>,
-    /// When they were taken from it; none: not within this log, or while nothing was written.
+    /// When the ports were taken from it; none if that was not within this log, or while nothing was written.
     pub until: Option<i64>,
 }
 
 /// Why an answer is not certain.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Doubt {
-    /// The lease changed at this time, which is so close that the clocks' differences decide.
+    /// The lease changed at this time, which is so close that differences between clocks decide.
     Changed(i64),
-    /// Changes from the first time to the second may be missing or have a wrong time: nothing was written, the writer heard of nothing, or
-    /// its clock was set. None: the log does not reach that far.
+    /// Changes from the first time to the second may be missing or have a wrong time: nothing was written, the writer received no changes,
+    /// or its clock was set. None: the log does not reach that far.
     Unwritten(Option<i64>, Option<i64>),
     /// This many events before this time were not written.
     Lost(u64, i64),
@@ -50,16 +50,16 @@ pub enum Doubt {
     Contradicted,
 }
 
-/// What the log shows.
+/// The log's answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeaseAnswer {
     /// The nodes that may have held the port; at most one if there is no doubt.
     pub holders: BTreeSet<LeaseHolder>,
-    /// Why it is not certain.
+    /// Why the answer is not certain.
     pub doubts: BTreeSet<Doubt>,
 }
 
-/// Reads the records of one log in their order.
+/// Answers a question from the records of one log, in their order.
 pub fn answer<'a>(records: impl IntoIterator<Item = &'a LeaseRecord>, question: LeaseQuestion) -> LeaseAnswer {
     let mut reading = Reading {
         question,
@@ -75,7 +75,7 @@ pub fn answer<'a>(records: impl IntoIterator<Item = &'a LeaseRecord>, question: 
     reading.finish()
 }
 
-/// What several logs show together: one without doubts is believed.
+/// Combines the answers of several logs: one without doubts is believed.
 pub fn together(answers: Vec<LeaseAnswer>) -> Option<LeaseAnswer> {
     let nodes = |answer: &LeaseAnswer| -> BTreeSet<NodeName> {
         answer.holders.iter().map(|holder| holder.node.clone()).collect()
@@ -95,12 +95,12 @@ pub fn together(answers: Vec<LeaseAnswer>) -> Option<LeaseAnswer> {
     Some(all)
 }
 
-/// A holder that has not been seen to end.
+/// A holder whose lease has not been seen to end.
 struct Open {
     held: LeaseHolder,
-    /// The earliest time at which it may have become one.
+    /// The earliest time at which it may have become a holder.
     earliest: i64,
-    /// A time until which it was one, if the clock was set back from there.
+    /// A time until which it was a holder, if the clock was set back from there.
     latest: i64,
 }
 
@@ -108,7 +108,7 @@ struct Reading {
     question: LeaseQuestion,
     /// The nodes that hold the port.
     open: Vec<Open>,
-    /// The nodes that held it before the list of all leases that is being read.
+    /// The nodes that held the port before the list of all leases that is being read.
     unconfirmed: Vec<Open>,
     /// The last period in which changes may be missing.
     unwritten: (i64, i64),
@@ -150,7 +150,7 @@ impl Reading {
         self.last = Some(at);
     }
 
-    /// Doubts about the time between the last record and this one.
+    /// Adds the doubts about the time between the last record and this one.
     fn doubt(&mut self, record: &LeaseRecord) {
         let at = record.at;
         let Some(last) = self.last else {
@@ -162,9 +162,9 @@ impl Reading {
         let is_blind = matches!(record.event, LeaseEvent::Started | LeaseEvent::Lost(0));
         let since = if is_blind { last.saturating_sub(BLIND) } else { last };
         let gap = match record.event {
-            // The clock was set back: these times were twice. It may have been at any time of a silence before.
+            // The clock was set back, so these times occurred twice. That may have been at any time of a silence before.
             _ if at < last && self.unwritten.1 == last => (self.unwritten.0.saturating_sub(last - at), last),
-            // The former writer may have gone on for a while after its last record.
+            // The former writer may have continued for a while after its last record.
             _ if at < last && record.event == LeaseEvent::Started => (at.min(since), last.saturating_add(ALIVE)),
             _ if at < last => (at.min(since), last),
             _ if is_blind => (since, at),
@@ -203,7 +203,7 @@ impl Reading {
         lease.egress_ip == self.question.egress_ip && (lease.first_port..=lease.last_port).contains(&self.question.port)
     }
 
-    /// Whether a period, from one time to another, concerns the time that is asked for.
+    /// Returns whether a period, from one time to another, concerns the time in question.
     fn overlaps(&self, from: i64, until: i64) -> bool {
         from <= self.question.until.saturating_add(self.question.slack)
             && until >= self.question.from.saturating_sub(self.question.slack)
@@ -221,7 +221,7 @@ impl Reading {
         }
     }
 
-    /// A lease in the list of all leases existed before, or began while nothing was written.
+    /// Takes a lease in the list of all leases: it existed before, or began while nothing was written.
     fn confirm(&mut self, lease: &PortLease) {
         let before = self.unconfirmed.iter().position(|open| open.held.node == lease.node);
         let (earliest, latest) = self.unwritten;
@@ -230,13 +230,13 @@ impl Reading {
         self.open.push(open);
     }
 
-    /// The list of all leases is read: a lease that is not in it ended while nothing was written.
+    /// Ends the list of all leases: a lease that is not in it ended while nothing was written.
     fn settle(&mut self) {
         let ended = std::mem::take(&mut self.unconfirmed);
         self.close(ended, None, self.unwritten.1);
     }
 
-    /// These were held until `end` at the latest.
+    /// Closes leases that were held until `end` at the latest.
     fn close(&mut self, holders: Vec<Open>, until: Option<i64>, end: i64) {
         for Open { held, earliest, latest } in holders {
             if self.overlaps(earliest, end.max(latest)) {

@@ -1,4 +1,4 @@
-//! What the writer knows: the leases of each node, and what changed.
+//! What the writer knows: the leases of each node, and what has changed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ pub struct Book {
 }
 
 impl Book {
-    /// Takes note of all leases of a node, and says what changed: ends first.
+    /// Takes all leases of a node, and returns what changed: ends first.
     pub fn take_in(&mut self, node: &NodeName, leases: BTreeSet<PortLease>) -> Vec<LeaseEvent> {
         let before =
             if leases.is_empty() { self.nodes.remove(node) } else { self.nodes.insert(node.clone(), leases.clone()) };
@@ -22,18 +22,18 @@ impl Book {
         ended.chain(begun).collect()
     }
 
-    /// The nodes that have leases.
+    /// Returns the nodes that have leases.
     pub fn nodes(&self) -> impl Iterator<Item = &NodeName> {
         self.nodes.keys()
     }
 
-    /// All leases.
+    /// Returns all leases.
     pub fn held(&self) -> impl Iterator<Item = LeaseEvent> {
         self.nodes.values().flat_map(|leases| together(leases.iter())).map(LeaseEvent::Held)
     }
 }
 
-/// Leases of one node, in order; adjacent ranges of ports are merged.
+/// Returns the leases of one node in order, with adjacent ranges of ports merged.
 fn together<'a>(leases: impl Iterator<Item = &'a PortLease>) -> Vec<PortLease> {
     let mut all: Vec<PortLease> = Vec::new();
     for lease in leases {

@@ -1,4 +1,4 @@
-//! Which node held which ports of which egress IP when: the log of leases, and the answers that it gives.
+//! The log of which node held which ports of which egress IP when, and the answers that it gives.
 //!
 //! Times are microseconds since 1970, of the writer's clock. Nothing here reads a clock.
 
@@ -16,11 +16,11 @@ use std::net::IpAddr;
 
 use crate::model::NodeName;
 
-/// After how much silence a writer records that nothing happened, in microseconds. A longer silence leaves doubt.
+/// The silence after which a writer records that nothing happened, in microseconds. A longer silence leaves doubt.
 pub const ALIVE: i64 = 10_000_000;
 
-/// For how long a writer may not notice that it hears of no change, in microseconds: an API server that is cut off is
-/// asked every 20 s, and has 10 s to answer.
+/// How long a writer may not notice that it receives no changes, in microseconds: an API server that is cut off is asked every 20 s, and
+/// has 10 s to answer.
 const BLIND: i64 = 40_000_000;
 
 /// Consecutive ports of an egress IP that a node may use, or may have used a moment ago.
@@ -53,15 +53,15 @@ pub enum LeaseEvent {
     Alive,
     /// Writing ends.
     Stopped,
-    /// This many events before this one were not written; 0: an unknown number, or the writer heard of them late.
+    /// This many events before this one were not written; 0: an unknown number, or the writer received them late.
     Lost(u64),
 }
 
-/// One event.
+/// One entry of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseRecord {
-    /// When.
+    /// When the event happened.
     pub at: i64,
-    /// What.
+    /// The event.
     pub event: LeaseEvent,
 }

@@ -1,12 +1,12 @@
-//! What a writer writes when: changes, signs of life, and where changes may be missing or have a wrong time. Pure.
+//! Decides what a writer writes and when: changes, signs of life, and where changes may be missing or have a wrong time. Pure.
 
 use std::collections::BTreeSet;
 
 use super::{ALIVE, Book, LeaseEvent, LeaseRecord, PortLease};
 use crate::model::NodeName;
 
-/// How late a change may be seen before its time is in doubt, and how much the clock may be adjusted in between: what
-/// answers allow for anyway.
+/// How late a change may be seen before its time is in doubt, and how much the clock may be adjusted in between: as much as answers allow
+/// for anyway.
 const LATE: i64 = 2_000_000;
 
 /// When a writer looks for changes, in microseconds.
@@ -26,7 +26,7 @@ pub struct Scribe {
     changes: Vec<LeaseEvent>,
     /// How many of the events of the last look are changes.
     unsaved: u64,
-    /// The event that a list of all leases has to follow, until both are written.
+    /// The event that a list of all leases must follow, until both are written.
     whole: Option<LeaseEvent>,
     /// Whether changes may have been missed, or seen late, since the last record.
     missed: bool,
@@ -38,32 +38,32 @@ pub struct Scribe {
 }
 
 impl Scribe {
-    /// Writing begins: all leases that were taken in are listed first.
+    /// Begins writing: all leases that were taken in are listed first.
     pub fn begin(&mut self, moment: Moment) {
         let book = std::mem::take(&mut self.book);
         *self = Self { book, whole: Some(LeaseEvent::Started), last: moment.at, looked: moment, ..Self::default() };
     }
 
-    /// Takes note of all leases of a node.
+    /// Takes all leases of a node.
     pub fn take_in(&mut self, node: &NodeName, leases: BTreeSet<PortLease>) {
         self.changes.extend(self.book.take_in(node, leases));
     }
 
-    /// The nodes that have leases.
+    /// Returns the nodes that have leases.
     pub fn nodes(&self) -> impl Iterator<Item = &NodeName> {
         self.book.nodes()
     }
 
-    /// The writer does not hear of changes now.
+    /// Notes that the writer does not receive changes now.
     pub fn miss(&mut self) {
         self.missed = true;
     }
 
-    /// The records to write after everything that the writer has heard of was taken in. If there are any, [`Self::note`] follows.
+    /// Returns the records to write; all that the writer has received must be taken in. If there are any, [`Self::note`] must follow.
     pub fn look(&mut self, moment: Moment) -> Vec<LeaseRecord> {
         let at = moment.at;
         let elapsed = moment.uptime - self.looked.uptime;
-        // What the clock shows unless it was set.
+        // The time that the clock shows unless it was set.
         let expected = self.looked.at + elapsed;
         let is_set_back = at < expected - LATE;
         let is_late = elapsed.max(at - self.looked.at) > LATE;
@@ -76,12 +76,12 @@ impl Scribe {
         let mut records = Vec::new();
         let mut write = |at, event| records.push(LeaseRecord { at, event });
         let before = if is_set_back { expected } else { at };
-        // The beginning says the same.
+        // [`LeaseEvent::Started`] says the same.
         let begins = self.whole == Some(LeaseEvent::Started);
         if self.missed && !begins {
             write(before, LeaseEvent::Lost(0));
         } else if is_set_back {
-            // A reader sees by this record's time and the next one's how far.
+            // This record's time and the next one's tell a reader how far.
             write(before, LeaseEvent::Alive);
         }
         if self.lost > 0 && !begins {
@@ -96,27 +96,27 @@ impl Scribe {
         records
     }
 
-    /// Takes note of whether the records of the last look, or of [`Self::again`], were written. Returns how many events are lost by that.
+    /// Notes whether the records of the last look, or of [`Self::again`], were written. Returns how many events that loses.
     pub fn note(&mut self, written: bool) -> u64 {
         let unsaved = std::mem::take(&mut self.unsaved);
         if written {
             (self.whole, self.missed, self.lost, self.last) = (None, false, 0, self.looked.at);
             return 0;
         }
-        // A sign of life that is lost leaves doubt, too.
+        // A lost sign of life leaves doubt, too.
         let lost = unsaved.max(u64::from(self.lost == 0));
         self.lost += lost;
         self.whole.get_or_insert(LeaseEvent::Continued);
         lost
     }
 
-    /// The records that another file begins with.
+    /// Returns the records that another file begins with.
     pub fn again(&self) -> Vec<LeaseRecord> {
         let events = std::iter::once(LeaseEvent::Continued).chain(self.book.held());
         events.map(|event| LeaseRecord { at: self.looked.at, event }).collect()
     }
 
-    /// The last record, if everything before is written.
+    /// Returns the last record, if everything before it is written.
     pub fn stop(&self, at: i64) -> Option<LeaseRecord> {
         let is_written = self.whole.is_none() && self.changes.is_empty() && !self.missed && self.lost == 0;
         is_written.then_some(LeaseRecord { at, event: LeaseEvent::Stopped })

@@ -1,4 +1,4 @@
-//! The answers about random histories, against the histories themselves.
+//! Tests the answers about random histories against the histories themselves.
 
 use std::collections::BTreeSet;
 
@@ -8,15 +8,15 @@ use super::*;
 
 const SECOND: i64 = 1_000_000;
 const SLACK: i64 = 2 * SECOND;
-/// The longest time for which the world's writer does not notice that it is cut off, in seconds.
+/// The longest time for which the simulated writer does not notice that it is cut off, in seconds.
 const UNNOTICED: u8 = 30;
 
-/// What happens.
+/// One step of a history.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     /// Nothing for some seconds.
     Rest(u8),
-    /// The lease is this node's from now on; none: no node's.
+    /// The lease belongs to this node from now on; none: to no node.
     Holder(Option<u8>),
     /// The writer begins, dies silently, ends, or continues in another file.
     Start,
@@ -25,7 +25,7 @@ enum Step {
     Rotate,
     /// The disk is full, or has room.
     Full(bool),
-    /// The writer hears of nothing: for some seconds without noticing it, and then for more.
+    /// The writer receives no changes: for some seconds without noticing it, and then for more.
     Cut(u8, u8),
     /// The writer does not run for some seconds.
     Pause(u8),
@@ -44,7 +44,7 @@ fn steps(clock: u32) -> impl Strategy<Value = Vec<Step>> {
         2 => any::<bool>().prop_map(Step::Full),
         2 => (0..UNNOTICED, 1u8..60).prop_map(|(unnoticed, more)| Step::Cut(unnoticed, more)),
         2 => (1u8..40).prop_map(Step::Pause),
-        // What is less is within the slack.
+        // Smaller changes are within the slack.
         clock => (3..60i64, any::<bool>()).prop_map(|(by, back)| Step::Clock(if back { -by } else { by })),
     ];
     prop::collection::vec(step, 1..40)
@@ -66,7 +66,7 @@ struct Second {
     /// What the writer's clock shows.
     clock: i64,
     holder: Option<u8>,
-    /// Whether a writer would note that its clock is set, and whether it runs, hears of changes and writes them.
+    /// Whether a writer would notice that its clock is set, and whether it runs, receives changes and writes them.
     watched: bool,
     written: bool,
     started: bool,
@@ -83,13 +83,13 @@ struct World {
     offset: i64,
     is_full: bool,
     rotates: bool,
-    /// For how many seconds more the writer does not notice that it is cut off, is cut off, or does not run.
+    /// For how many more seconds the writer does not notice that it is cut off, is cut off, or does not run.
     unnoticed: u8,
     cut: u8,
     paused: u8,
     /// Whether the holder has changed while the writer did not look.
     changed_unseen: bool,
-    /// Whether the clock has been set while the writer does not run. Nobody sees whether it was set back and forth.
+    /// Whether the clock has been set while the writer does not run. No record shows whether it was set back and forth.
     is_set: bool,
 }
 
@@ -117,7 +117,7 @@ impl World {
         let mut started = false;
         match step {
             Step::Rest(seconds) => (1..seconds).for_each(|_| self.second(false)),
-            // Nobody sees a holder that comes and goes in between. Real ones stay longer.
+            // A holder that comes and goes in between is not seen. Real holders stay longer.
             Step::Holder(node) if !self.changed_unseen => {
                 self.changed_unseen = self.paused > 0 || self.unnoticed > 0;
                 self.holder = node;
@@ -137,7 +137,7 @@ impl World {
             Step::Full(full) => self.is_full = full,
             Step::Cut(unnoticed, more) if self.cut == 0 => (self.unnoticed, self.cut) = (unnoticed, unnoticed + more),
             Step::Pause(seconds) => self.paused = seconds,
-            // How long a cut goes unnoticed is a time by the clock that is never set.
+            // How long a cut goes unnoticed is measured by the clock that is never set.
             Step::Clock(by) if self.cut == 0 && !self.is_set => {
                 self.offset += by * SECOND;
                 self.is_set = self.paused > 0;
@@ -236,7 +236,7 @@ fn record(second: i64, event: LeaseEvent) -> LeaseRecord {
     LeaseRecord { at: second * SECOND, event }
 }
 
-/// What follows from these records about a second.
+/// Returns the holders and doubts that follow from these records about a second.
 fn said(records: &[LeaseRecord], second: i64) -> (Vec<&'static str>, BTreeSet<Doubt>) {
     let answer = ask(records, second * SECOND);
     let names = ["n0", "n1", "n2"].into_iter().filter(|name| named(&answer).contains(&NodeName::from(*name)));
@@ -247,7 +247,7 @@ fn unwritten(from: i64, until: i64) -> BTreeSet<Doubt> {
     [Doubt::Unwritten(Some(from * SECOND), Some(until * SECOND))].into()
 }
 
-/// A writer that has run from the second 0 on while the first node held the lease, and did not write anything since 10 s.
+/// Returns a writer that has run from the second 0 on while the first node held the lease, and has written nothing for 10 s.
 fn writer() -> (Scribe, Vec<LeaseRecord>) {
     let mut scribe = Scribe::default();
     let mut records = Vec::new();
@@ -255,7 +255,7 @@ fn writer() -> (Scribe, Vec<LeaseRecord>) {
     scribe.begin(Moment::default());
     for second in (0..=90).step_by(10) {
         look(&mut scribe, &mut records, second, second);
-        // It looks once a second.
+        // The writer looks once a second.
         (second + 1..second + 10).for_each(|second| look(&mut scribe, &mut records, second, second));
     }
     (scribe, records)
@@ -313,7 +313,7 @@ fn a_writer_that_is_cut_off_does_not_vouch_for_that_time() {
     note(&mut scribe, Some(1));
     look(&mut scribe, &mut records, 160, 160);
     look(&mut scribe, &mut records, 170, 170);
-    // It did not notice at once.
+    // The writer did not notice immediately.
     assert_eq!(said(&records, 130), (vec!["n0", "n1"], unwritten(60, 160)));
     assert_eq!(said(&records, 80).1, unwritten(60, 160));
     assert_eq!(said(&records, 50), (vec!["n0"], BTreeSet::new()));
@@ -372,7 +372,7 @@ fn ports_that_follow_each_other_are_one_line() {
     };
     assert_eq!(ports(book.take_in(&block(0).node, all)), [(1024, 1151), (1216, 1279)]);
     assert_eq!(ports(book.held().collect()), [(1024, 1151), (1216, 1279)]);
-    // A part of what was one line ends, and the rest stays.
+    // A part of a merged range ends, and the rest stays.
     assert_eq!(ports(book.take_in(&block(0).node, [1024, 1216].map(block).into())), [(1088, 1151)]);
 }
 

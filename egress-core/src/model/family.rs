@@ -18,7 +18,7 @@ impl Family {
     /// Both families, in the order in which everything is planned.
     pub const ALL: [Family; 2] = [Family::V4, Family::V6];
 
-    /// The family of an address.
+    /// Returns the family of an address.
     pub fn of(address: IpAddr) -> Self {
         match address {
             IpAddr::V4(_) => Family::V4,
@@ -26,7 +26,7 @@ impl Family {
         }
     }
 
-    /// The family of a prefix.
+    /// Returns the family of a prefix.
     pub fn of_net(net: &IpNet) -> Self {
         match net {
             IpNet::V4(_) => Family::V4,
@@ -34,7 +34,7 @@ impl Family {
         }
     }
 
-    /// The prefix of all its addresses.
+    /// Returns the prefix of all its addresses.
     pub fn everything(self) -> IpNet {
         match self {
             Family::V4 => IpNet::V4(Default::default()),
@@ -42,7 +42,7 @@ impl Family {
         }
     }
 
-    /// The number of bits of an address.
+    /// Returns the number of bits of an address.
     pub fn width(self) -> u32 {
         match self {
             Family::V4 => 32,
@@ -50,7 +50,7 @@ impl Family {
         }
     }
 
-    /// The address as a number (host order); IPv4 uses the low 32 bits.
+    /// Returns the address as a number (host order); IPv4 uses the low 32 bits.
     pub fn bits(address: IpAddr) -> u128 {
         match address {
             IpAddr::V4(v4) => u128::from(v4.to_bits()),
@@ -58,7 +58,7 @@ impl Family {
         }
     }
 
-    /// The address that a number stands for. IPv4 takes the low 32 bits.
+    /// Returns the address that a number stands for. IPv4 takes the low 32 bits.
     pub fn address(self, bits: u128) -> IpAddr {
         match self {
             Family::V4 => IpAddr::V4(Ipv4Addr::from_bits(bits as u32)),

@@ -4,13 +4,13 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// A text that is not an id.
+/// A text that is not a valid id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IdError {
-    /// A policy reference with an unknown kind in front of the slash.
+    /// A policy reference with an unknown kind before the slash.
     #[error("policy {0:?}: expected \"NAME\", \"ns/NAMESPACE/NAME\", \"cegp/NAME\" or \"egress/NAME\"")]
     Policy(String),
-    /// A pool reference with an unknown kind in front of the slash.
+    /// A pool reference with an unknown kind before the slash.
     #[error("pool {0:?}: expected \"NAME\" or \"externalippool/NAME\"")]
     Pool(String),
     /// An endpoint reference that does not have three parts.
@@ -18,7 +18,7 @@ pub enum IdError {
     Endpoint(String),
 }
 
-/// Which kind of object a policy was written as.
+/// The kind of object that a policy was written as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PolicyKind {
     /// EgressGatewayPolicy (`spillway.io`)
@@ -36,17 +36,17 @@ pub enum PolicyKind {
 pub struct PolicyId {
     /// The kind of object.
     pub kind: PolicyKind,
-    /// `metadata.name`; of an EgressPolicy `NAMESPACE/NAME`
+    /// `metadata.name`; for an EgressPolicy `NAMESPACE/NAME`
     pub name: Arc<str>,
 }
 
 impl PolicyId {
-    /// The id of the object of this kind and name.
+    /// Creates the id of the object of this kind and name.
     pub fn new(kind: PolicyKind, name: &str) -> Self {
         Self { kind, name: name.into() }
     }
 
-    /// The namespace of an EgressPolicy.
+    /// Returns the namespace of an EgressPolicy.
     pub fn namespace(&self) -> Option<&str> {
         let namespaced = (self.kind == PolicyKind::Namespaced).then(|| self.name.split_once('/'));
         namespaced.flatten().map(|(namespace, _)| namespace)
@@ -84,7 +84,7 @@ impl FromStr for PolicyId {
     }
 }
 
-/// Which kind of object a pool was written as.
+/// The kind of object that a pool was written as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PoolKind {
     /// EgressIPPool (`spillway.io`)
@@ -103,7 +103,7 @@ pub struct PoolId {
 }
 
 impl PoolId {
-    /// The id of the object of this kind and name.
+    /// Creates the id of the object of this kind and name.
     pub fn new(kind: PoolKind, name: &str) -> Self {
         Self { kind, name: name.into() }
     }
@@ -139,7 +139,7 @@ impl FromStr for PoolId {
 pub struct NodeName(Arc<str>);
 
 impl NodeName {
-    /// The name as text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -163,7 +163,7 @@ impl fmt::Debug for NodeName {
     }
 }
 
-/// A pod. The uid tells a pod from its successor of the same name. Its text form is `NAMESPACE/NAME/UID`.
+/// A pod. The uid distinguishes a pod from its successor of the same name. Its text form is `NAMESPACE/NAME/UID`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct EndpointId {
     /// `metadata.namespace`
@@ -175,7 +175,7 @@ pub struct EndpointId {
 }
 
 impl EndpointId {
-    /// The pod of this namespace, name and uid.
+    /// Creates the id of the pod of this namespace, name and uid.
     pub fn new(namespace: &str, name: &str, uid: &str) -> Self {
         Self { namespace: namespace.into(), name: name.into(), uid: uid.into() }
     }

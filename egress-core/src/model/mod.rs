@@ -1,7 +1,7 @@
-//! The domain in types: what the planner and the agents reason about once the text of objects has been parsed.
+//! The domain types: what the planner and the agents reason about once the text of objects has been parsed.
 //!
-//! Knows addresses, labels and ids only. It imports no API type, no I/O and no clock, so that everything built on it can
-//! be tested with plain values.
+//! They contain only addresses, labels and ids. This module imports no API type, no I/O and no clock, so everything built on it can be
+//! tested with plain values.
 
 mod endpoint;
 mod family;
@@ -37,15 +37,15 @@ pub use transport::Transport;
 /// Labels of a Kubernetes object.
 pub type Labels = BTreeMap<String, String>;
 
-/// Everything that a plan is made from, apart from health and the previous plan.
+/// Everything that a plan is made from, except health and the previous plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Policies of every kind. Those of Spillway's own kinds that could not be understood have no egress IP, and drop.
     pub policies: BTreeMap<PolicyId, Policy>,
     /// Pools of every kind that could be understood.
     pub pools: BTreeMap<PoolId, Pool>,
-    /// Pools that exist and could not be understood. What policies have of them stays as it is. Each without its invalid fields; `None`
-    /// if its nodeSelector is one of them.
+    /// Pools that exist but could not be understood, each without its invalid fields; `None` if its nodeSelector is one of them. What
+    /// policies have of these pools stays as it is.
     pub unreadable_pools: BTreeMap<PoolId, Option<Pool>>,
     /// All nodes of the cluster.
     pub nodes: BTreeMap<NodeName, Node>,
@@ -55,39 +55,39 @@ pub struct Snapshot {
     pub endpoints: BTreeMap<EndpointId, Endpoint>,
     /// The networks of Services.
     pub services: BTreeSet<IpNet>,
-    /// Networks of pods that no Node's `podCIDRs` has, as the controller reports them to agents.
+    /// Pod networks that no Node's `podCIDRs` contains, as the controller reports them to agents.
     pub pod_networks: BTreeSet<IpNet>,
-    /// Networks of pods that the objects of a CNI name; only a controller reads those.
+    /// Pod networks that the objects of a CNI name; only a controller reads those.
     pub cni_networks: CniNetworks,
-    /// How many floating egress IPs a node without a limit of its own may own, over all pools.
+    /// How many floating egress IPs a node without its own limit may own, over all pools.
     pub max_egress_ips: Option<u32>,
-    /// How long an egress IP that was taken out of its pool keeps its connections.
+    /// How long an egress IP that was removed from its pool keeps its connections.
     pub drain_timeout: Duration,
-    /// The egress IPs for which that time is over.
+    /// The egress IPs whose drain timeout is over.
     pub drained: BTreeSet<IpAddr>,
 }
 
-/// Networks of pods that the objects of a CNI name.
+/// Pod networks that the objects of a CNI name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CniNetworks {
-    /// Of pods of any node.
+    /// Networks of pods of any node.
     pub shared: BTreeSet<IpNet>,
-    /// Of the pods of one node.
+    /// Networks of the pods of one node.
     pub nodes: BTreeMap<NodeName, BTreeSet<IpNet>>,
 }
 
 impl Snapshot {
-    /// A pool as far as it says which nodes own its addresses, and how many, also if something else in it could not be understood.
+    /// Returns a pool as far as it says which nodes own its addresses, and how many, even if something else in it could not be understood.
     pub fn placement(&self, pool: &PoolId) -> Option<&Pool> {
         self.pools.get(pool).or_else(|| self.unreadable_pools.get(pool)?.as_ref())
     }
 
-    /// The same of all pools.
+    /// Does the same for all pools.
     pub fn placements(&self) -> impl Iterator<Item = &Pool> {
         self.pools.values().chain(self.unreadable_pools.values().flatten())
     }
 
-    /// What the agent of a node reports, if the node is there and it has reported anything.
+    /// Returns the report of a node's agent, if the node exists and has reported anything.
     pub fn report(&self, node: &NodeName) -> Option<&NodeReport> {
         self.nodes.get(node)?.report.as_ref()
     }

@@ -18,12 +18,12 @@ pub struct InterfaceAddress {
     pub default_route: bool,
 }
 
-/// What an agent says about its leases of one egress IP.
+/// What an agent reports about its leases of one egress IP.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Demand {
-    /// How many blocks it wants to hold in all; 0: it needs no more.
+    /// How many blocks it wants to hold in all; 0 if it needs no more.
     pub want: u32,
-    /// Blocks that it has given back: no flow uses them, and it uses none of them until a lease of a higher revision.
+    /// Blocks that it has given back: no flow uses them, and the node uses none of them until it gets a lease of a higher revision.
     pub released: BTreeSet<u16>,
 }
 
@@ -40,15 +40,15 @@ pub struct NodeReport {
     pub receives: BTreeSet<String>,
     /// Port blocks in which its own sockets listen.
     pub occupied_blocks: BTreeSet<u16>,
-    /// By egress IP.
+    /// The demand for blocks, by egress IP.
     pub demand: BTreeMap<IpAddr, Demand>,
     /// The egress IPs that its tables carry.
     pub carries: BTreeSet<IpAddr>,
     /// What it cannot do for policies.
     pub troubles: BTreeSet<Trouble>,
-    /// The policies that its tables carry out, and in which version; absent: its agent's version does not report it.
+    /// The policies that its tables carry out, and in which version; absent if the agent's version does not report it.
     pub programmed: Option<BTreeMap<PolicyId, Version>>,
-    /// Everything that is leased to this node up to this revision is in its tables.
+    /// The revision up to which everything that is leased to this node is in its tables.
     pub own_lease_revision: u64,
 }
 
@@ -57,22 +57,22 @@ pub struct NodeReport {
 pub struct Trouble {
     /// The policy.
     pub policy: PolicyId,
-    /// What it is.
+    /// Its kind.
     pub kind: TroubleKind,
-    /// The pod that it is about; none where it is about the policy as a whole.
+    /// The pod concerned; none if it concerns the policy as a whole.
     pub pod: Option<EndpointId>,
-    /// What it is, and what to do about it.
+    /// The problem and its remedy.
     pub message: String,
 }
 
 impl Trouble {
-    /// Adds to the message how many more troubles of the kind the node has, which it does not report one by one.
+    /// Adds to the message how many more troubles of this kind the node has and does not report one by one.
     pub fn and_more(&mut self, more: usize) {
         self.message.push_str(&format!(" (and {more} more)"));
     }
 
-    /// The message without that, and how many more there are. It is in the message so that older agents and controllers, whose objects
-    /// have no field for it, tell it as well.
+    /// Returns the message without that addition, and how many more there are. The number is in the message so that older agents and
+    /// controllers, whose objects have no field for it, report it as well.
     pub fn counted(&self) -> (&str, usize) {
         let end = self.message.strip_suffix(" more)").and_then(|rest| rest.rsplit_once(" (and "));
         end.and_then(|(message, more)| Some((message, more.parse().ok()?))).unwrap_or((&self.message, 0))
@@ -90,7 +90,7 @@ named! {
         /// A selected pod has had no address for so long that nothing is held for it any longer.
         PodNotStarted,
     }
-    /// Its name in objects.
+    /// Returns its name in objects.
     as_str
 }
 
@@ -107,26 +107,26 @@ pub struct Node {
     pub addresses: BTreeSet<IpAddr>,
     /// The prefixes that its pods' addresses come from, as far as Kubernetes knows them.
     pub pod_cidrs: BTreeSet<IpNet>,
-    /// Whether the node does not report itself as not ready. If nothing was heard from it (the condition is absent or
-    /// `Unknown`, as of all nodes when the API server was away), its lease as a gateway is better evidence.
+    /// False if the node reports itself as not ready. If nothing was heard from it (the condition is absent or `Unknown`, as for all nodes
+    /// while the API server is unavailable), its lease as a gateway is better evidence.
     pub ready: bool,
-    /// Cordoned: what it owns goes to others.
+    /// Whether it is cordoned: what it owns goes to others.
     pub draining: bool,
     /// How many floating egress IPs it may own in all (annotation).
     pub max_egress_ips: Option<u32>,
-    /// What its agent says; absent until it has started once.
+    /// What its agent reports; absent until the agent has started once.
     pub report: Option<NodeReport>,
 }
 
 impl Node {
-    /// Whether this address is its own.
+    /// Returns whether this address is one of the node's own.
     pub fn has_address(&self, address: IpAddr) -> bool {
         self.addresses.contains(&address)
             || self.report.iter().flat_map(|report| &report.addresses).any(|a| a.net.addr() == address)
     }
 
-    /// The first address of a family among those that its agent reports and `wanted` accepts. Addresses that are only
-    /// valid on a link or on the node itself never serve.
+    /// Returns the first address of a family among those that its agent reports and `wanted` accepts. Addresses that are valid only on a
+    /// link or on the node itself are never used.
     pub fn first_address(
         &self,
         family: Family,

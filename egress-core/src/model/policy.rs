@@ -12,26 +12,26 @@ use super::{Family, Labels, PolicyId, PolicyKind, PoolId, Selector};
 /// Selects pods. At least one of `pod` and `namespace` is present.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EndpointSelector {
-    /// On the pod's labels; absent: any pod.
+    /// Requirements on the pod's labels; absent: any pod.
     pub pod: Option<Selector>,
-    /// On the labels of the pod's namespace; absent: any namespace.
+    /// Requirements on the labels of the pod's namespace; absent: any namespace.
     pub namespace: Option<Selector>,
-    /// On the labels of the pod's node; absent: any node.
+    /// Requirements on the labels of the pod's node; absent: any node.
     pub node: Option<Selector>,
 }
 
 impl EndpointSelector {
-    /// Whether it selects a pod with these labels, in a namespace and on a node with these labels.
+    /// Returns whether it selects a pod with these labels, in a namespace and on a node with these labels.
     pub fn matches(&self, pod: &Labels, namespace: &Labels, node: &Labels) -> bool {
         let holds = |selector: &Option<Selector>, labels| selector.as_ref().is_none_or(|s| s.matches(labels));
         holds(&self.pod, pod) && holds(&self.namespace, namespace) && holds(&self.node, node)
     }
 }
 
-/// Where a gateway entry takes its egress IP from.
+/// The source of a gateway entry's egress IP.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AddressSource {
-    /// This address: the node's that has it configured, or else floating over the selected nodes.
+    /// This address: on the node that has it configured, or else floating over the selected nodes.
     Ip(IpAddr),
     /// This address, on whichever selected node has it configured; it never floats.
     Configured(IpAddr),
@@ -41,7 +41,7 @@ pub enum AddressSource {
     DefaultRoute,
 }
 
-/// Which of the selected nodes an entry without an address of its own stands for.
+/// Which of the selected nodes an entry without its own address stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum NodeChoice {
     /// Every selected node contributes its address.
@@ -53,9 +53,9 @@ pub enum NodeChoice {
 /// One entry of `egressGateways`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gateway {
-    /// Which nodes may be this gateway.
+    /// The nodes that may be this gateway.
     pub nodes: Selector,
-    /// What address it sends from.
+    /// The address that it sends from.
     pub address: AddressSource,
     /// Which of the selected nodes count.
     pub choice: NodeChoice,
@@ -68,18 +68,18 @@ pub struct Gateway {
 pub struct PoolRequest {
     /// The pool.
     pub pool: PoolId,
-    /// How many addresses, in each family that the policy's destinations and the pool have in common.
+    /// How many addresses to take, in each family that the policy's destinations and the pool have in common.
     pub count: u32,
     /// Particular addresses wanted; they count towards `count`.
     pub ips: BTreeSet<IpAddr>,
 }
 
-/// Where a policy's egress IPs come from.
+/// The source of a policy's egress IPs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// Named gateways.
     Gateways(Vec<Gateway>),
-    /// Floating addresses out of pools; each pool at most once.
+    /// Floating addresses from pools; each pool at most once.
     Pools(Vec<PoolRequest>),
 }
 
@@ -112,7 +112,7 @@ pub enum OnNoGateway {
     NodeIp,
 }
 
-/// What happens to connections that were there before the policy.
+/// What happens to connections that existed before the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Existing {
     /// They stay on their old path.
@@ -126,11 +126,11 @@ pub enum Existing {
 pub struct Bandwidth {
     /// Bits per second.
     pub rate_bps: u64,
-    /// Bytes that may pass at once.
+    /// Bytes that may pass in one burst.
     pub burst_bytes: u64,
 }
 
-/// What tells two versions of a policy apart.
+/// The identity of one version of a policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Version {
     /// `metadata.uid`
@@ -150,19 +150,19 @@ pub struct Policy {
     pub generation: i64,
     /// `metadata.creationTimestamp` in Unix seconds; the older of two policies wins.
     pub created: i64,
-    /// Which pods it selects: those that match any of these.
+    /// The pods that it selects: those that match any of these.
     pub selectors: Vec<EndpointSelector>,
-    /// Which destinations it steers. Prefixes have no host bits.
+    /// The destinations that it steers. Prefixes have no host bits.
     pub destinations: Vec<IpNet>,
-    /// Which destinations are taken out of this policy again. Prefixes have no host bits.
+    /// The destinations that are excluded from this policy again. Prefixes have no host bits.
     pub excluded: Vec<IpNet>,
-    /// Where its egress IPs come from.
+    /// The source of its egress IPs.
     pub source: Source,
-    /// How traffic is spread over them.
+    /// How traffic is spread over the egress IPs.
     pub distribution: Distribution,
     /// How zones restrict the choice.
     pub zone: ZoneMode,
-    /// Whether an egress IP owned by the pod's own node is taken first.
+    /// Whether an egress IP owned by the pod's own node is preferred.
     pub prefer_local_node: bool,
     /// What happens without a gateway.
     pub on_no_gateway: OnNoGateway,
@@ -178,34 +178,34 @@ impl Policy {
         Version { uid: self.uid.clone(), generation: self.generation }
     }
 
-    /// Whether it is this version.
+    /// Returns whether the policy has this version.
     pub fn is(&self, version: &Version) -> bool {
         self.uid == version.uid && self.generation == version.generation
     }
 
-    /// Orders policies by precedence where both match with prefixes of the same length: the older, then the name.
+    /// Orders policies by precedence where both match with prefixes of the same length: the older one first, then by name.
     pub fn precedence(&self, other: &Self) -> Ordering {
         let key = |p: &Self| (p.created, p.id.name.clone(), p.id.kind);
         key(self).cmp(&key(other))
     }
 
-    /// Whether it selects a pod with these labels, in a namespace and on a node with these labels.
+    /// Returns whether it selects a pod with these labels, in a namespace and on a node with these labels.
     pub fn selects(&self, pod: &Labels, namespace: &Labels, node: &Labels) -> bool {
         self.selectors.iter().any(|selector| selector.matches(pod, namespace, node))
     }
 
-    /// Whether packets of pods that all policies of `class` select leave with the node's address while this one has no gateway. A
-    /// namespace's own policy takes no pod out of a cluster-scoped one: it drops them there.
+    /// Returns whether packets of pods that all policies of `class` select leave with the node's address while this policy has no gateway.
+    /// A namespaced policy does not release a pod from a cluster-scoped one: it drops the pod's packets there.
     pub fn leaves_as_node<'a>(&self, class: impl IntoIterator<Item = &'a PolicyId>) -> bool {
         let is_own = |id: &PolicyId| id.kind == PolicyKind::Namespaced;
         self.on_no_gateway == OnNoGateway::NodeIp && (!is_own(&self.id) || class.into_iter().all(is_own))
     }
 
-    /// Whether it steers destinations of this family.
+    /// Returns whether it steers destinations of this family.
     pub fn serves(&self, family: Family) -> bool {
         self.destinations.iter().any(|net| Family::of_net(net) == family)
     }
 }
 
-/// The delay after which a gateway that came back gets its floating addresses back, if no pool says otherwise.
+/// The delay after which a gateway that came back gets its floating addresses back, unless a pool says otherwise.
 pub const DEFAULT_FAILBACK_DELAY: Duration = Duration::from_secs(10);

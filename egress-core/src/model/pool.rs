@@ -24,7 +24,7 @@ impl Default for Failback {
     }
 }
 
-/// The network that a pool's addresses live in, where it is not the node's own.
+/// The network that a pool's addresses live in, if it is not the node's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SubnetInfo {
     /// The next hop.
@@ -35,14 +35,14 @@ pub struct SubnetInfo {
     pub vlan: Option<u16>,
 }
 
-/// How packets reach an egress IP out of a pool, and leave with it.
+/// How packets reach an egress IP of a pool, and leave with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NetworkAttachment {
-    /// The network that it lives in, where that is not the node's own.
+    /// The network that it lives in, if that is not the node's own.
     pub subnet: Option<SubnetInfo>,
     /// How the outside reaches it.
     pub announce: Announce,
-    /// Which of its carriers packets go to.
+    /// Which of its carriers packets leave through.
     pub outbound: Outbound,
 }
 
@@ -51,14 +51,13 @@ pub struct NetworkAttachment {
 pub struct Pool {
     /// Its kind and name.
     pub id: PoolId,
-    /// What may be allocated, first and last addresses of CIDRs already taken away.
+    /// The addresses that may be allocated; the first and last addresses of CIDRs are already removed.
     pub ranges: Vec<IpRange>,
-    /// Which nodes may own its addresses.
+    /// The nodes that may own its addresses.
     pub nodes: Selector,
-    /// The network that they live in.
+    /// The network that its addresses live in.
     pub subnet: Option<SubnetInfo>,
-    /// How many of its addresses a node may own; the annotation of a node, which counts addresses of all pools,
-    /// replaces it.
+    /// How many of its addresses a node may own. The annotation of a node, which counts addresses of all pools, replaces this limit.
     pub max_per_node: Option<u32>,
     /// What happens when a gateway comes back.
     pub failback: Failback,
@@ -66,7 +65,7 @@ pub struct Pool {
     pub announce: Announce,
     /// How many gateways carry each address.
     pub carriers: usize,
-    /// Which of them packets go to.
+    /// Which of them packets leave through.
     pub outbound: Outbound,
     /// The namespaces whose own policies may use it; absent: none.
     pub allowed: Option<Selector>,
@@ -83,9 +82,9 @@ pub struct Quota {
     pub max: u32,
 }
 
-/// How many gateways carry an egress IP if no pool sets it.
+/// How many gateways carry an egress IP if its pool does not set this.
 pub const DEFAULT_CARRIERS: usize = 4;
-/// The most gateways that carry an egress IP: as many as flows are spread over.
+/// The most gateways that carry an egress IP: as many as flows can be spread over.
 pub const MAX_CARRIERS: usize = 64;
 
 /// How the outside reaches an egress IP.
@@ -94,7 +93,7 @@ pub enum Announce {
     /// The owner answers ARP and NDP.
     #[default]
     Arp,
-    /// Every carrier has a route to it in a table of its own, which a BGP speaker exports.
+    /// Every carrier has a route to it in a dedicated table, which a BGP speaker exports.
     Route,
     /// Something else sends its packets to a carrier.
     None,
@@ -111,29 +110,29 @@ pub enum Outbound {
 }
 
 impl Pool {
-    /// How packets reach its addresses, and leave with them.
+    /// Returns how packets reach its addresses, and leave with them.
     pub fn attachment(&self) -> NetworkAttachment {
         NetworkAttachment { subnet: self.subnet, announce: self.announce, outbound: self.outbound }
     }
 
-    /// Whether the address may be allocated from it.
+    /// Returns whether the address may be allocated from it.
     pub fn contains(&self, address: IpAddr) -> bool {
         self.ranges.iter().any(|range| range.contains(address))
     }
 
-    /// How many addresses the policies of a namespace with these labels may have; `None` if it may not use the pool.
+    /// Returns how many addresses the policies of a namespace with these labels may have; `None` if it may not use the pool.
     pub fn quota(&self, namespace: &Labels) -> Option<u32> {
         self.allowed.as_ref().filter(|allowed| allowed.matches(namespace))?;
         let quotas = self.quotas.iter().filter(|quota| quota.namespaces.matches(namespace));
         Some(quotas.map(|quota| quota.max).min().unwrap_or(u32::MAX))
     }
 
-    /// Whether it has addresses of this family.
+    /// Returns whether it has addresses of this family.
     pub fn serves(&self, family: Family) -> bool {
         self.ranges.iter().any(|range| range.family() == family)
     }
 
-    /// The number of addresses, those that lie in several ranges counted once.
+    /// Returns the number of addresses; those that lie in several ranges are counted once.
     pub fn total(&self) -> u128 {
         let mut ranges = self.ranges.clone();
         ranges.sort();

@@ -36,7 +36,7 @@ pub struct IpRange {
 }
 
 impl IpRange {
-    /// The addresses from `start` to `end`, both included.
+    /// Creates the range from `start` to `end`, both included.
     pub fn new(start: IpAddr, end: IpAddr) -> Result<Self, RangeError> {
         if Family::of(start) != Family::of(end) {
             return Err(RangeError::Families { start, end });
@@ -47,8 +47,8 @@ impl IpRange {
         Ok(Self { start, end })
     }
 
-    /// What may be allocated out of a CIDR by Antrea's rule: never its first address, and never the last of an IPv4 one.
-    /// `None` when nothing is left (/31, /32, /128).
+    /// Returns what may be allocated from a CIDR by Antrea's rule: never its first address, and never the last of an IPv4 one. `None` if
+    /// nothing is left (/31, /32, /128).
     pub fn from_cidr(cidr: IpNet) -> Option<Self> {
         let family = Family::of_net(&cidr);
         let first = Family::bits(cidr.network()).checked_add(1)?;
@@ -60,32 +60,32 @@ impl IpRange {
             .then(|| Self { start: family.address(first), end: family.address(last) })
     }
 
-    /// The first address.
+    /// Returns the first address.
     pub fn start(&self) -> IpAddr {
         self.start
     }
 
-    /// The last address.
+    /// Returns the last address.
     pub fn end(&self) -> IpAddr {
         self.end
     }
 
-    /// The family of its addresses.
+    /// Returns the family of its addresses.
     pub fn family(&self) -> Family {
         Family::of(self.start)
     }
 
-    /// Whether the address lies in it.
+    /// Returns whether the address lies in it.
     pub fn contains(&self, address: IpAddr) -> bool {
         Family::of(address) == self.family() && self.start <= address && address <= self.end
     }
 
-    /// The number of addresses; u128::MAX for the whole of IPv6.
+    /// Returns the number of addresses; u128::MAX for the whole of IPv6.
     pub fn count(&self) -> u128 {
         (Family::bits(self.end) - Family::bits(self.start)).saturating_add(1)
     }
 
-    /// All its addresses in order, made one at a time.
+    /// Returns all its addresses in order, one at a time.
     pub fn addresses(&self) -> impl Iterator<Item = IpAddr> + use<> {
         let family = self.family();
         (Family::bits(self.start)..=Family::bits(self.end)).map(move |bits| family.address(bits))

@@ -7,38 +7,38 @@ use super::Labels;
 /// A requirement on one label.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Requirement {
-    /// The label is there with one of these values. `matchLabels` gives one value.
+    /// The label is present with one of these values. `matchLabels` gives one value.
     In(BTreeSet<String>),
-    /// The label is not there, or has none of these values.
+    /// The label is absent, or has none of these values.
     NotIn(BTreeSet<String>),
-    /// The label is there.
+    /// The label is present.
     Exists,
-    /// The label is not there.
+    /// The label is absent.
     DoesNotExist,
 }
 
-/// Requirements that must all hold. With none it selects everything; an *absent* selector is `Option::None` where it is
+/// Requirements that must all hold. A selector without requirements selects everything; an *absent* selector is `Option::None` where it is
 /// used.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Selector(BTreeSet<(String, Requirement)>);
 
 impl Selector {
-    /// The selector that requires all of these.
+    /// Creates the selector that requires all of these.
     pub fn new(requirements: impl IntoIterator<Item = (String, Requirement)>) -> Self {
         Self(requirements.into_iter().collect())
     }
 
-    /// The selector that everything matches.
+    /// Creates the selector that everything matches.
     pub fn everything() -> Self {
         Self::default()
     }
 
-    /// The selector that requires one value of one label.
+    /// Creates the selector that requires one value of one label.
     pub fn label(key: &str, value: &str) -> Self {
         Self::from_labels([(key.to_owned(), value.to_owned())].into())
     }
 
-    /// The selector that `matchLabels` stands for.
+    /// Creates the selector that `matchLabels` stands for.
     pub fn from_labels(labels: BTreeMap<String, String>) -> Self {
         Self::new(labels.into_iter().map(|(key, value)| (key, Requirement::In([value].into()))))
     }
@@ -48,12 +48,12 @@ impl Selector {
         self.0.iter().map(|(key, requirement)| (key.as_str(), requirement))
     }
 
-    /// Whether it requires nothing.
+    /// Returns whether it requires nothing.
     pub fn is_everything(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Labels that satisfy it; none if its requirements contradict each other.
+    /// Returns labels that satisfy it; none if its requirements contradict each other.
     pub fn satisfying(&self) -> Option<Labels> {
         let mut labels = Labels::new();
         for (key, requirement) in &self.0 {
@@ -67,7 +67,7 @@ impl Selector {
         self.matches(&labels).then_some(labels)
     }
 
-    /// Whether every requirement on a label allows this value.
+    /// Returns whether every requirement on a label allows this value.
     fn allows(&self, key: &str, value: &str) -> bool {
         self.0.iter().filter(|(of, _)| of == key).all(|(_, requirement)| match requirement {
             Requirement::In(values) => values.contains(value),
@@ -77,12 +77,12 @@ impl Selector {
         })
     }
 
-    /// Whether labels satisfy it.
+    /// Returns whether labels satisfy it.
     pub fn matches(&self, labels: &Labels) -> bool {
         self.matches_with(|key| labels.get(key).map(String::as_str))
     }
 
-    /// Whether labels satisfy it, with `label` giving the value of a label.
+    /// Returns whether labels satisfy it; `label` returns the value of a label.
     pub fn matches_with<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {
         self.0.iter().all(|(key, requirement)| match (requirement, label(key)) {
             (Requirement::In(values), Some(value)) => values.contains(value),

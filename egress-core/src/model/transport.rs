@@ -5,13 +5,13 @@ use std::fmt;
 /// The setting for the transport between source nodes and gateways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// For each gateway the best transport that probes have shown to work in both directions.
+    /// For each gateway, the best transport that probes have shown to work in both directions.
     Auto,
     /// The tunnel device.
     Device,
-    /// The same bytes as the tunnel device's, bypassing the device, where plain Ethernet leads to the other node.
+    /// The same bytes as the tunnel device's, bypassing the device, if plain Ethernet leads to the other node.
     Vxlan,
-    /// No tunnel, where the other node is on the same link and accepts it.
+    /// No tunnel, if the other node is on the same link and accepts it.
     Direct,
 }
 

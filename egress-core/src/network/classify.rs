@@ -1,4 +1,4 @@
-//! Which links are pods' interfaces, which lead out, and which carry the tunnel. Pure.
+//! Classifies links: which are pods' interfaces, which lead out, and which carry the tunnel. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use super::links::{Link, LinkKind, LinkTable};
 
-/// The longest interface name that the kernel takes, in bytes.
+/// The longest interface name that the kernel accepts, in bytes.
 const MAX_NAME: usize = 15;
 
 /// A pattern for interface names: `*` stands for any characters, `?` for one; everything else for itself.
@@ -43,7 +43,7 @@ impl fmt::Display for NamePattern {
 }
 
 impl NamePattern {
-    /// Whether the whole name fits the pattern.
+    /// Returns whether the whole name fits the pattern.
     pub fn matches(&self, name: &str) -> bool {
         matches(self.0.as_bytes(), name.as_bytes())
     }
@@ -61,12 +61,12 @@ fn matches(pattern: &[u8], name: &[u8]) -> bool {
     }
 }
 
-/// What the configuration says about interfaces, and what the node says about itself.
+/// The configuration of interfaces, and what the node says about itself.
 #[derive(Clone, Debug, Default)]
 pub struct InterfaceRules {
     /// Interfaces that lead out, whatever they look like.
     pub uplinks: Vec<NamePattern>,
-    /// Interfaces of pods, whatever they look like; wins where `uplinks` matches as well.
+    /// Interfaces of pods, whatever they look like; takes precedence over `uplinks`.
     pub pod_interfaces: Vec<NamePattern>,
     /// The name of our own tunnel device, which has none of the roles.
     pub tunnel: String,
@@ -83,20 +83,20 @@ pub struct Roles {
     pub uplinks: BTreeSet<u32>,
     /// Interfaces that carry the tunnel's outer packets, with the node's own addresses for it.
     pub underlays: BTreeMap<u32, BTreeSet<IpAddr>>,
-    /// Ethernet interfaces on which packets of pods may leave the node, whatever their role: all but those of pods, their bridges
-    /// and our tunnel device.
+    /// Ethernet interfaces on which packets of pods may leave the node, whatever their role: all except those of pods, their bridges and
+    /// our tunnel device.
     pub exits: BTreeSet<u32>,
 }
 
 impl Roles {
-    /// The interfaces at which a gateway's packets arrive: uplinks and underlays.
+    /// Returns the interfaces at which a gateway's packets arrive: uplinks and underlays.
     pub fn gateway_interfaces(&self) -> impl Iterator<Item = u32> + '_ {
         let underlays = self.underlays.keys().filter(|index| !self.uplinks.contains(index));
         self.uplinks.iter().chain(underlays).copied()
     }
 }
 
-/// Finds the roles. A link keeps its role while it is down, so that nothing is detached for that.
+/// Finds the roles of all links. A link keeps its role while it is down, so that nothing is detached because of that.
 pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
     let with_default_route: BTreeSet<u32> = table.default_routes.iter().map(|route| route.oif).collect();
     let named = |patterns: &[NamePattern], link: &Link| patterns.iter().any(|pattern| pattern.matches(&link.name));
@@ -138,9 +138,8 @@ pub fn classify(table: &LinkTable, rules: &InterfaceRules) -> Roles {
     Roles { pods, uplinks, underlays: underlays(table, rules), exits }
 }
 
-/// Each of the node's addresses with the interface that carries it; an address on the loopback or a dummy device (a
-/// routed underlay) is reached by the interface of the default route. Without any address known, the default route
-/// decides alone.
+/// Returns the interfaces that carry the tunnel's outer packets, with the node's addresses there. An address on the loopback or a dummy
+/// device (a routed underlay) is reached by the interface of the default route. If no address is known, the default route alone decides.
 fn underlays(table: &LinkTable, rules: &InterfaceRules) -> BTreeMap<u32, BTreeSet<IpAddr>> {
     let mut underlays: BTreeMap<u32, BTreeSet<IpAddr>> = BTreeMap::new();
     for &address in &rules.node_addresses {
@@ -166,12 +165,12 @@ fn underlays(table: &LinkTable, rules: &InterfaceRules) -> BTreeMap<u32, BTreeSe
     underlays
 }
 
-/// Whether the link has an address that puts it into a subnet with others.
+/// Returns whether the link has an address that puts it into a subnet with others.
 fn has_subnet(link: &Link) -> bool {
     link.addresses.iter().any(|net| is_global(net.addr()) && net.prefix_len() < net.max_prefix_len())
 }
 
-/// Neither loopback nor link-local.
+/// Returns whether an address is neither loopback nor link-local.
 fn is_global(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => !address.is_loopback() && !address.is_link_local(),
@@ -179,7 +178,7 @@ fn is_global(address: IpAddr) -> bool {
     }
 }
 
-/// The interfaces on which no packet of a pod arrives: a foreign packet with our mark arrived on one of these.
+/// Returns the interfaces on which no packet of a pod arrives: a foreign packet with our mark arrived on one of these.
 pub fn outside(links: &LinkTable, roles: &Roles, tunnel: u32) -> BTreeSet<String> {
     let masters: BTreeSet<u32> =
         roles.pods.iter().filter_map(|pod| links.links.get(pod)).filter_map(|link| link.master).collect();

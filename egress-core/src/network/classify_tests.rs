@@ -1,4 +1,4 @@
-//! Roles of links, as tables of nodes.
+//! Tests the roles of links, as tables of nodes.
 
 use super::*;
 use crate::network::links::DefaultRoute;

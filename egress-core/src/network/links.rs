@@ -1,7 +1,7 @@
-//! What is known of the node's links, addresses and default routes, and how one change alters it.
+//! The known state of the node's links, addresses and default routes, and how one change alters it.
 //!
-//! Pure: changes come from `links`, which speaks netlink; the answer says what has to be read again, because the kernel
-//! does not report every change (a veth's peer that moves to another namespace, IPv4 routes that go with their link).
+//! Pure: changes come from `links`, which speaks netlink. The result says what must be read again, because the kernel does not report every
+//! change (a veth's peer that moves to another namespace, IPv4 routes that disappear with their link).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -27,7 +27,7 @@ pub enum LinkKind {
     Bridge,
     /// A VXLAN device.
     Vxlan,
-    /// A VLAN device (802.1Q) of the link below, which is its `peer`: the VLAN.
+    /// A VLAN device (802.1Q) with this VLAN; the link below is its `peer`.
     Vlan(u16),
     /// Any other device that encapsulates: the kernel's name for it (geneve, gre, wireguard...).
     Tunnel(String),
@@ -36,7 +36,7 @@ pub enum LinkKind {
 }
 
 impl LinkKind {
-    /// Whether packets that leave by it get an outer header.
+    /// Returns whether packets that leave by it get an outer header.
     pub fn is_tunnel(&self) -> bool {
         matches!(self, LinkKind::Vxlan | LinkKind::Tunnel(_))
     }
@@ -71,22 +71,21 @@ pub struct Link {
     pub kind: LinkKind,
     /// The ifindex of the bridge, bond or VRF that it is a port of.
     pub master: Option<u32>,
-    /// Set up by the administrator (IFF_UP).
+    /// Whether the administrator has set it up (IFF_UP).
     pub up: bool,
-    /// The layer below is there as well (IFF_LOWER_UP).
+    /// Whether the layer below is up as well (IFF_LOWER_UP).
     pub carrier: bool,
-    /// The ifindex of the other end or lower device, in the namespace that it is in.
+    /// The ifindex of the other end or lower device, in that device's namespace.
     pub peer: Option<u32>,
-    /// The network namespace that the other end or lower device is in, by the id that this one knows it by; none for this
-    /// one.
+    /// The network namespace of the other end or lower device, by the id that this namespace knows it by; none for this namespace.
     pub peer_netns: Option<i32>,
-    /// Its addresses with their prefix lengths, sorted, link-local ones included. An address that another host was
-    /// found to hold (duplicate address detection) is left out.
+    /// Its addresses with their prefix lengths, sorted, link-local ones included. An address that duplicate address detection found at
+    /// another host is left out.
     pub addresses: Vec<IpNet>,
 }
 
 impl Link {
-    /// The ifindex of the other end or lower device, if it is in this namespace: the card of a VLAN device.
+    /// Returns the ifindex of the other end or lower device, if it is in this namespace: the card of a VLAN device.
     pub fn below(&self) -> Option<u32> {
         self.peer.filter(|_| self.peer_netns.is_none())
     }
@@ -106,11 +105,11 @@ pub struct DefaultRoute {
     pub oif: u32,
     /// The next hop; none for a route straight onto the link. An IPv4 route may have an IPv6 next hop.
     pub gateway: Option<IpAddr>,
-    /// The preferred source address, where the route names one.
+    /// The preferred source address, if the route names one.
     pub source: Option<IpAddr>,
 }
 
-/// The links of this namespace and its default routes at one moment.
+/// The links and default routes of this namespace at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LinkTable {
     /// The links by ifindex.
@@ -124,24 +123,24 @@ pub struct LinkTable {
 }
 
 impl LinkTable {
-    /// The link of that name.
+    /// Returns the link of this name.
     pub fn by_name(&self, name: &str) -> Option<&Link> {
         self.links.values().find(|link| link.name == name)
     }
 
-    /// Whether some route may have changed since `before`, and nothing else has.
+    /// Returns whether some route may have changed since `before`, and nothing else has.
     pub fn differs_in_routes_only(&self, before: &LinkTable) -> bool {
         let LinkTable { links, default_routes, host_routes, route_changes } = self;
         *route_changes != before.route_changes
             && (links, default_routes, host_routes) == (&before.links, &before.default_routes, &before.host_routes)
     }
 
-    /// The link that carries the address.
+    /// Returns the link that carries the address.
     pub fn by_address(&self, address: IpAddr) -> Option<&Link> {
         self.links.values().find(|link| link.addresses.iter().any(|net| net.addr() == address))
     }
 
-    /// The default route that the main table uses: the one with the lowest metric.
+    /// Returns the default route that the main table uses: the one with the lowest metric.
     pub fn default_route(&self, ipv6: bool) -> Option<&DefaultRoute> {
         self.default_routes
             .iter()
@@ -150,12 +149,12 @@ impl LinkTable {
     }
 }
 
-/// One thing that the kernel reported.
+/// One change that the kernel reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkChange {
-    /// A link as it is now (its `addresses` are not looked at).
+    /// A link as it is now (its `addresses` are ignored).
     Link(Link),
-    /// A link changed in a way that the report does not spell out.
+    /// A link changed in a way that the report does not specify.
     LinkUnclear(u32),
     /// A link left this namespace.
     LinkGone(u32),
@@ -167,7 +166,7 @@ pub enum LinkChange {
     DefaultRoutes,
     /// The main table routes an address straight onto a link.
     HostRoute(IpAddr, u32),
-    /// It no longer does.
+    /// The main table no longer routes an address straight onto a link.
     HostRouteGone(IpAddr, u32),
     /// Another route came, went or changed.
     Route,
@@ -175,10 +174,10 @@ pub enum LinkChange {
     Lost,
 }
 
-/// What has to be read again before the state is right.
+/// What must be read again before the state is correct.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stale {
-    /// These links.
+    /// The links to read again.
     pub links: BTreeSet<u32>,
     /// The default routes.
     pub routes: bool,
@@ -186,26 +185,26 @@ pub struct Stale {
     pub all: bool,
 }
 
-/// The state that changes accumulate in. Addresses are kept apart from links, since they are reported separately.
+/// The state that changes accumulate in. Addresses are kept separate from links, since they are reported separately.
 #[derive(Clone, Debug, Default)]
 pub struct LinkState {
     links: BTreeMap<u32, Link>,
     addresses: BTreeMap<u32, BTreeSet<IpNet>>,
     /// The default routes of all tables.
     pub default_routes: BTreeSet<DefaultRoute>,
-    /// The link that each address has a route of its own to.
+    /// The link that each address has its own route to.
     pub host_routes: BTreeMap<IpAddr, u32>,
     /// How often any route has changed.
     pub route_changes: u64,
 }
 
 impl LinkState {
-    /// An empty state that continues to count changes of routes.
+    /// Returns an empty state that continues to count changes of routes.
     pub fn anew(&self) -> LinkState {
         LinkState { route_changes: self.route_changes + 1, ..LinkState::default() }
     }
 
-    /// Applies one change and notes in `stale` what it leaves unknown.
+    /// Applies one change, and adds to `stale` what it leaves unknown.
     pub fn apply(&mut self, change: LinkChange, stale: &mut Stale) {
         match change {
             LinkChange::Link(link) => {
@@ -233,8 +232,8 @@ impl LinkState {
                 self.addresses.entry(index).or_default().insert(net);
             }
             LinkChange::AddressGone(index, net) => {
-                // Routes with that preferred source go with it without a report, and with a link's last IPv4 address
-                // all IPv4 routes of the link.
+                // Routes with this preferred source disappear with it without a report; with a link's last IPv4 address, all its IPv4
+                // routes do.
                 stale.routes |= !self.default_routes.is_empty();
                 if let Some(nets) = self.addresses.get_mut(&index) {
                     nets.remove(&net);
@@ -259,7 +258,7 @@ impl LinkState {
         }
     }
 
-    /// The state as others see it.
+    /// Returns the state as others see it.
     pub fn table(&self) -> LinkTable {
         let links = self
             .links

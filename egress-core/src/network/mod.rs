@@ -10,7 +10,7 @@ pub mod xdp;
 use crate::model::SubnetInfo;
 use std::{fmt, net::IpAddr};
 
-/// An Ethernet address, in the order of the wire.
+/// An Ethernet address in wire order.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct MacAddress(pub [u8; 6]);
 
@@ -37,11 +37,11 @@ impl fmt::Debug for MacAddress {
 pub struct Route {
     /// The ifindex that packets leave by.
     pub oif: u32,
-    /// The next hop; none where the address is on the link.
+    /// The next hop; none if the address is on the link.
     pub gateway: Option<IpAddr>,
-    /// The largest packet, where the route limits it.
+    /// The largest packet, if the route limits it.
     pub mtu: Option<u32>,
-    /// Packets get another header on the way (MPLS, segment routing and the like).
+    /// Whether packets get another header on the way (MPLS, segment routing and the like).
     pub encapsulated: bool,
 }
 
@@ -52,6 +52,6 @@ pub struct EgressLink {
     pub interface: u32,
     /// Its MAC address.
     pub mac: MacAddress,
-    /// The subnet of its own, whose next hop is asked for its MAC address.
+    /// The dedicated subnet of the egress IP, if any. Its next hop is asked for its MAC address.
     pub subnet: Option<SubnetInfo>,
 }

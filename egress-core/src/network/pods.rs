@@ -1,5 +1,5 @@
-//! Networks of pods that no Node names: with the address management of some CNIs and clouds, `podCIDRs` is empty or something else.
-//! Some CNIs name their networks in objects of their own; otherwise only the addresses of the pods are known.
+//! Pod networks that no Node names: with the address management of some CNIs and clouds, `podCIDRs` is empty or contains something else.
+//! Some CNIs name their networks in their own objects; otherwise only the addresses of the pods are known.
 
 use crate::model::{Endpoint, NodeName, Snapshot};
 use ipnet::IpNet;
@@ -8,16 +8,16 @@ use std::{
     net::IpAddr,
 };
 
-/// The networks of pods that objects name.
+/// The pod networks that objects name.
 pub struct PodCidrs {
-    /// With the node whose pods have the addresses, if known.
+    /// Each with the node whose pods have the addresses, if known.
     named: BTreeMap<IpNet, Option<NodeName>>,
-    /// The lengths of prefixes that occur: few, so that an address is looked up by each.
+    /// The prefix lengths that occur: few, so that an address is looked up by each.
     lengths: BTreeSet<u8>,
 }
 
 impl PodCidrs {
-    /// Those of all nodes, and those that a CNI names.
+    /// Collects the networks of all nodes, and those that a CNI names.
     pub fn of(snapshot: &Snapshot) -> Self {
         let cni = &snapshot.cni_networks;
         let by_cni = cni.nodes.iter().flat_map(|(node, nets)| nets.iter().map(|net| (net.trunc(), Some(node.clone()))));
@@ -34,24 +34,24 @@ impl PodCidrs {
         self.lengths.iter().rev().filter_map(net).filter_map(|net| self.named.get(&net))
     }
 
-    /// The node whose pods have addresses like this one.
+    /// Returns the node whose pods have addresses like this one.
     pub fn holder(&self, address: IpAddr) -> Option<&NodeName> {
         self.with(address).find_map(Option::as_ref)
     }
 
-    /// Whether they contain an address.
+    /// Returns whether they contain an address.
     pub fn have(&self, address: IpAddr) -> bool {
         self.with(address).next().is_some()
     }
 
-    /// Whether they contain all addresses of a pod, whichever node it is on.
+    /// Returns whether they contain all addresses of a pod, whichever node it is on.
     pub fn have_all(&self, pod: &Endpoint) -> bool {
         pod.ips.iter().all(|ip| self.have(*ip))
     }
 }
 
-/// By node: the networks that have exactly the addresses of its pods that no object names, and the networks that a CNI names for it, as
-/// few as possible, in order.
+/// Returns, by node, the networks that have exactly the addresses of its pods that no object names, and the networks that a CNI names for
+/// it: as few as possible, in order.
 pub fn pod_networks(snapshot: &Snapshot) -> BTreeMap<NodeName, Vec<IpNet>> {
     let cidrs = PodCidrs::of(snapshot);
     let mut networks: BTreeMap<NodeName, Vec<IpNet>> = BTreeMap::new();
@@ -71,12 +71,12 @@ pub fn pod_networks(snapshot: &Snapshot) -> BTreeMap<NodeName, Vec<IpNet>> {
     networks
 }
 
-/// The networks that a CNI names for pods of any node, as few as possible, in order.
+/// Returns the networks that a CNI names for pods of any node, as few as possible, in order.
 pub fn shared_networks(snapshot: &Snapshot) -> Vec<IpNet> {
     fewest(&snapshot.cni_networks.shared.iter().copied().collect())
 }
 
-/// Networks with exactly these addresses.
+/// Returns the fewest networks with exactly these addresses.
 fn fewest(networks: &Vec<IpNet>) -> Vec<IpNet> {
     let mut fewest = IpNet::aggregate(networks);
     fewest.sort_by_key(IpNet::network);

@@ -1,4 +1,4 @@
-//! Networks of pods against an oracle that looks at each address.
+//! Tests pod networks against an oracle that looks at each address.
 
 use super::*;
 use crate::{model::EndpointId, testing::world::node};
@@ -11,7 +11,7 @@ fn address(n: u8) -> IpAddr {
     Ipv4Addr::new(10, 0, 0, n).into()
 }
 
-/// Pods with an address each, by node, `podCIDRs` by node, and what a CNI names by node, or for all where there is none.
+/// Returns clusters of pods with one address each, `podCIDRs` by node, and the networks that a CNI names by node or for all nodes.
 fn cluster() -> impl Strategy<Value = Snapshot> {
     let pods = prop::collection::btree_map(any::<u8>(), 0..NODES.len(), 0..80);
     let cidrs = prop::collection::vec((any::<u8>(), 25u8..=32, 0..NODES.len()), 0..6);

@@ -8,10 +8,10 @@ use crate::model::{AddressSource, NodeName, Snapshot, Source};
 use ipnet::IpNet;
 use std::{collections::BTreeSet, net::IpAddr};
 
-/// The addresses by which others know the node, or that a policy may mean: each with its link.
+/// Returns the addresses by which others know the node, or that a policy may mean, each with its link.
 ///
 /// Dummy devices have many addresses that are not the node's: every Service with IPVS (`kube-ipvs0`), the resolver of each node. An address
-/// of such a device counts only if the Node object has it, a policy names it or its device, or a pool has it, which would allocate it
+/// of such a device counts only if the Node object has it, a policy names it or its device, or a pool contains it, which would allocate it
 /// otherwise.
 pub fn reported<'a>(
     node: &NodeName,
@@ -27,7 +27,7 @@ pub fn reported<'a>(
     all.filter(|(link, net)| counts(link, net.addr())).collect()
 }
 
-/// The addresses of dummy devices: whatever else they are, this node accepts packets sent to them.
+/// Returns the addresses of dummy devices: whatever else they are, this node accepts packets sent to them.
 pub fn on_dummies(links: &LinkTable) -> impl Iterator<Item = IpNet> {
     links.links.values().filter(|link| is_dummy(link)).flat_map(|link| &link.addresses).map(|net| net.addr().into())
 }
@@ -36,7 +36,7 @@ fn is_dummy(link: &Link) -> bool {
     matches!(&link.kind, LinkKind::Other(kind) if kind == "dummy")
 }
 
-/// Valid on a link or on the node alone.
+/// Returns whether an address is valid only on a link or on the node itself.
 fn is_local(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(a) => a.is_loopback() || a.is_link_local(),
@@ -44,7 +44,7 @@ fn is_local(address: IpAddr) -> bool {
     }
 }
 
-/// What objects say about addresses.
+/// The addresses and interfaces that objects name.
 struct Meant<'a> {
     snapshot: &'a Snapshot,
     addresses: BTreeSet<IpAddr>,

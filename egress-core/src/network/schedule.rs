@@ -1,5 +1,5 @@
-//! When to announce which address: at once, then about a second apart for five seconds, since neighbours may miss
-//! frames or still be learning where the port is. Pure; time is an argument, counted from any fixed moment.
+//! Decides when to announce which address: immediately, then about a second apart for five seconds, since neighbours may miss frames or
+//! still be learning where the port is. Pure; the time is an argument, counted from any fixed moment.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -23,7 +23,7 @@ struct Entry {
 }
 
 impl Schedule {
-    /// Begins to announce the address, or begins again.
+    /// Starts announcing the address, or starts again.
     pub fn start(&mut self, address: IpAddr, now: Duration) {
         self.entries.insert(address, Entry { next: now, last: now + LASTING });
     }
@@ -33,8 +33,7 @@ impl Schedule {
         self.entries.remove(&address);
     }
 
-    /// The addresses to announce now. Announcements that were missed are not made up for, but the last one always
-    /// comes.
+    /// Returns the addresses to announce now. Missed announcements are not made up for, but the last one is always made.
     pub fn due(&mut self, now: Duration) -> Vec<IpAddr> {
         let mut due = Vec::new();
         self.entries.retain(|&address, entry| {
@@ -49,7 +48,7 @@ impl Schedule {
         due
     }
 
-    /// When something is due next.
+    /// Returns when the next announcement is due.
     pub fn next(&self) -> Option<Duration> {
         self.entries.values().map(|entry| entry.next).min()
     }
@@ -62,7 +61,7 @@ mod tests {
 
     const ADDRESS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(192, 0, 2, 1));
 
-    /// When announcements are made if the schedule is asked `lateness` after it wanted to be.
+    /// Returns when announcements are made if the schedule is polled `lateness` after it wanted to be.
     fn run(schedule: &mut Schedule, start: Duration, mut lateness: impl FnMut() -> Duration) -> Vec<Duration> {
         let mut times = Vec::new();
         schedule.start(ADDRESS, start);

@@ -1,4 +1,4 @@
-//! Whether a gateway's packets are sent on at the driver of an interface (XDP), or at TC as usual.
+//! Decides whether a gateway's packets are forwarded at the driver of an interface (XDP), or at TC as usual.
 
 use super::links::{Link, LinkKind, LinkTable};
 use egress_common::egress::VlanSide;
@@ -16,34 +16,34 @@ named! {
         /// Nowhere.
         Off,
     }
-    /// Its name in the configuration.
+    /// Returns its name in the configuration.
     as_str
 }
 
-/// What a driver can do (`enum netdev_xdp_act`): run a program, have it redirect, and send what another one has redirected.
+/// What a driver can do (`enum netdev_xdp_act`): run a program, let it redirect, and send what another program has redirected.
 pub mod act {
-    /// The program's verdicts other than redirection.
+    /// Verdicts of the program other than redirection.
     pub const BASIC: u64 = 1 << 0;
     /// Redirection.
     pub const REDIRECT: u64 = 1 << 1;
-    /// To send what was redirected.
+    /// Sending what was redirected.
     pub const NDO_XMIT: u64 = 1 << 2;
 }
 
 /// What is known of an interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Driver {
-    /// What sort of device it is.
+    /// The kind of device.
     pub kind: LinkKind,
     /// The bits of [`act`]; absent on kernels that do not report them.
     pub acts: Option<u64>,
-    /// VLAN tags are taken off a frame before a program sees it.
+    /// Whether VLAN tags are removed from a frame before a program sees it.
     pub hides_tags: bool,
-    /// Another party's XDP program that is attached.
+    /// Another party's XDP program that is attached, if any.
     pub stranger: Option<String>,
 }
 
-/// Why a program is not at a driver.
+/// Why a program is not attached at a driver.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Why {
     /// The reason.
@@ -60,7 +60,7 @@ impl fmt::Display for Why {
 }
 
 impl Why {
-    /// A reason that nothing can be done about.
+    /// Creates a reason that nothing can be done about.
     pub fn only(reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), remedy: None }
     }
@@ -70,13 +70,13 @@ impl Why {
     }
 }
 
-/// The links at whose drivers the frames of these interfaces arrive, by index.
+/// Returns the links at whose drivers the frames of these interfaces arrive, by index.
 pub fn cards(table: &LinkTable, interfaces: impl Iterator<Item = u32>) -> BTreeMap<u32, &Link> {
     let card = |index: u32| card(table, table.links.get(&index)?).ok();
     interfaces.filter_map(card).map(|card| (card.index, card)).collect()
 }
 
-/// The link at whose driver the frames of a link arrive: the card that it is a VLAN device of, or itself.
+/// Returns the link at whose driver the frames of a link arrive: the card that it is a VLAN device of, or itself.
 fn card<'a>(table: &'a LinkTable, link: &'a Link) -> Result<&'a Link, Why> {
     let name = &link.name;
     if !is_vlan(link) {
@@ -92,12 +92,12 @@ fn card<'a>(table: &'a LinkTable, link: &'a Link) -> Result<&'a Link, Why> {
     }
 }
 
-/// Whether the link is a VLAN device, of 802.1Q or 802.1ad.
+/// Returns whether the link is a VLAN device, of 802.1Q or 802.1ad.
 fn is_vlan(link: &Link) -> bool {
     matches!(&link.kind, LinkKind::Vlan(_)) || link.kind == LinkKind::Other("vlan".to_owned())
 }
 
-/// Both sides of each VLAN device among these interfaces that is up: from either to the other. The frames of a bond arrive at its ports.
+/// Returns both sides of each VLAN device among these interfaces that is up, each with the other. Frames of a bond arrive at its ports.
 pub fn vlans(table: &LinkTable, interfaces: impl Iterator<Item = u32>) -> BTreeMap<VlanSide, VlanSide> {
     let mut sides = BTreeMap::new();
     for link in interfaces.filter_map(|index| table.links.get(&index)).filter(|link| link.up) {
@@ -112,7 +112,7 @@ pub fn vlans(table: &LinkTable, interfaces: impl Iterator<Item = u32>) -> BTreeM
     sides
 }
 
-/// The link at whose driver the program for an interface belongs: the interface itself, or its card. `drivers`: those of [`cards`].
+/// Returns the link at whose driver the program for an interface belongs: itself or its card. `drivers` are those of [`cards`].
 pub fn place<'a>(
     setting: Xdp,
     table: &'a LinkTable,
@@ -131,7 +131,7 @@ pub fn place<'a>(
     }
 }
 
-/// Whether the program belongs at the driver of the link with that name.
+/// Returns whether the program belongs at the driver of the link with that name.
 fn judge(setting: Xdp, name: &str, driver: &Driver) -> Result<(), Why> {
     if let Some(stranger) = &driver.stranger {
         return Err(Why::only(format!("another XDP program, {stranger}, is attached")));
@@ -170,12 +170,12 @@ mod tests {
         LinkTable { links: links.into_iter().map(|link| (link.index, link)).collect(), ..LinkTable::default() }
     }
 
-    /// The VLAN device of a link.
+    /// Returns a VLAN device of a link.
     fn device(index: u32, vlan: u16, below: u32) -> Link {
         Link { kind: LinkKind::Vlan(vlan), peer: Some(below), ..link(index, &format!("eth0.{vlan}")) }
     }
 
-    /// Where the program for [`DEVICE`] belongs, or why nowhere.
+    /// Returns where the program for [`DEVICE`] belongs, or why it belongs nowhere.
     fn place_of(device: Link, driver: &Driver) -> Result<u32, String> {
         let table = table([link(CARD, "eth0"), device]);
         let drivers = cards(&table, [DEVICE].into_iter()).into_keys().map(|index| (index, driver.clone())).collect();

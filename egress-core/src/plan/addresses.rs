@@ -1,4 +1,4 @@
-//! Gathers the egress IPs that all policies use, and which nodes may own each.
+//! Gathers the egress IPs that all policies use, and the nodes that may own each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ use super::types::{EgressIpPlan, Plan};
 use crate::health::Health;
 use crate::model::{AddressSource, Family, Gateway, NodeChoice, NodeName, Policy, PolicyId, PoolId, Snapshot, Source};
 
-/// All egress IPs that policies use.
+/// Returns all egress IPs that policies use.
 pub fn gather<'a>(
     snapshot: &'a Snapshot,
     health: &Health,
@@ -76,7 +76,7 @@ fn node_index(snapshot: &Snapshot) -> LabelIndex<'_> {
 pub struct Holders<'a> {
     /// The nodes, with the interface.
     pub nodes: BTreeMap<u32, &'a str>,
-    /// Their Node objects agree; then nodes that only claim it do not count.
+    /// Whether their Node objects confirm it; then nodes that only claim the address do not count.
     pub proven: bool,
 }
 
@@ -97,7 +97,7 @@ fn holders(snapshot: &Snapshot) -> BTreeMap<IpAddr, Holders<'_>> {
     all
 }
 
-/// What is known of the nodes that addresses may be on.
+/// The nodes that addresses may be on, and what is known of them.
 pub struct Nodes<'a, 'p> {
     /// all objects
     pub snapshot: &'a Snapshot,
@@ -156,7 +156,7 @@ impl<'a> Nodes<'a, '_> {
         }
     }
 
-    /// A policy's claim on an address out of a pool. If its selector is not known, the carriers remain.
+    /// Returns a policy's claim on an address from a pool. If the pool's selector is not known, the carriers so far remain.
     fn out_of_pool(&self, policy: &'a Policy, weight: u32, address: IpAddr, pool: Option<&'a PoolId>) -> Claim<'a> {
         let known = pool.and_then(|id| self.snapshot.placement(id));
         let before = self.previous.egress_ips.get(&address).filter(|_| known.is_none());
@@ -166,7 +166,7 @@ impl<'a> Nodes<'a, '_> {
         Claim { policy, weight, pool, selectors, nodes, configured: false, first: false }
     }
 
-    /// A policy's claims on its addresses while they drain.
+    /// Returns a policy's claims on its addresses while they drain.
     fn leaving(&self, policy: &'a Policy, draining: &Draining<'a>) -> Vec<(IpAddr, Claim<'a>)> {
         let of_policy = draining.iter().filter_map(|(address, ip)| Some((*address, *ip, *ip.users.get(&policy.id)?)));
         let claim = |(address, ip, weight): (IpAddr, &'a EgressIpPlan, u32)| {
@@ -175,7 +175,7 @@ impl<'a> Nodes<'a, '_> {
         of_policy.map(claim).collect()
     }
 
-    /// The node that already serves, if it still can; else the first that can; else the first.
+    /// Returns, in this order: the node that serves, if it is able; the first able node; the node that serves; the first node.
     fn first(&self, policy: &PolicyId, own: Vec<(u32, IpAddr)>) -> Option<(u32, IpAddr)> {
         let able = |(place, _): &&(u32, IpAddr)| {
             let name = self.names[*place as usize];

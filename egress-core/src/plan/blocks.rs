@@ -1,7 +1,7 @@
 //! Leases port blocks of egress IPs to source nodes.
 //!
-//! A lease ends in two ways only: its holder gives it back, or its holder is gone and a quarantine has passed. Until then
-//! no other node gets the block, whatever else changes.
+//! A lease ends in only two ways: its holder gives it back, or its holder is gone and a quarantine has passed. Until then no other node
+//! gets the block, whatever else changes.
 
 mod ledger;
 
@@ -33,9 +33,9 @@ pub struct Leasable<'a> {
 /// The leases after a round.
 #[derive(Debug, Default)]
 pub struct Leases {
-    /// By egress IP.
+    /// The blocks, by egress IP.
     pub blocks: BTreeMap<IpAddr, Blocks>,
-    /// By egress IP.
+    /// The shares, by egress IP.
     pub shares: BTreeMap<IpAddr, Shares>,
     /// Whether any block was granted, with the new revision.
     pub granted: bool,
@@ -44,15 +44,15 @@ pub struct Leases {
 /// How the blocks of an egress IP are shared; see [`super::EgressIpPlan`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shares {
-    /// How many each source node may count on.
+    /// How many blocks each source node may count on.
     pub share: u32,
-    /// Some node needs more and cannot have it.
+    /// Whether some node needs more and cannot have it.
     pub scarce: bool,
-    /// Some node that should have a block has none.
+    /// Whether some node that should have a block has none.
     pub starved: bool,
 }
 
-/// Which of these egress IPs have blocks that their holders did not give back.
+/// Returns which of these egress IPs have blocks that their holders did not give back.
 pub fn held<'a>(
     nodes: &[&Node],
     health: &Health,
@@ -69,7 +69,7 @@ pub fn held<'a>(
 /// Plans the leases of egress IPs. `nodes` are all nodes that use or hold blocks of them and have an object, ascending;
 /// `sources_of` are the source nodes of each policy by its number; grants get `revision`.
 ///
-/// An egress IP's leases depend on another one's only if a policy uses both, or others between them do.
+/// An egress IP's leases depend on another one's only if a policy uses both, directly or through others between them.
 pub fn lease(
     nodes: &[&Node],
     health: &Health,
@@ -112,8 +112,8 @@ pub fn lease(
     leases
 }
 
-/// Leases to each source node that has no block of an egress IP its fair share of half of the free ones. In a cluster
-/// with more source nodes than an egress IP has blocks, the egress IPs of a policy serve different parts of the ring of nodes.
+/// Leases to each source node that has no block of an egress IP its fair share of half of the free blocks. In a cluster with more source
+/// nodes than an egress IP has blocks, the egress IPs of a policy serve different parts of the ring of nodes.
 fn ahead(leasable: &BTreeMap<IpAddr, Leasable<'_>>, ledgers: &mut BTreeMap<IpAddr, Ledger>, round: &Round<'_>) {
     let mut served: BTreeMap<(Option<u32>, Family), usize> = BTreeMap::new();
     for (address, ip) in leasable {
@@ -140,7 +140,7 @@ fn ahead(leasable: &BTreeMap<IpAddr, Leasable<'_>>, ledgers: &mut BTreeMap<IpAdd
     }
 }
 
-/// Leases one block to each source node of a policy that has none of any of its egress IPs of a family.
+/// Leases one block to each source node of a policy that has no block of any of the policy's egress IPs of a family.
 fn for_those_without(
     leasable: &BTreeMap<IpAddr, Leasable<'_>>,
     ledgers: &mut BTreeMap<IpAddr, Ledger>,
@@ -179,7 +179,7 @@ fn for_those_without(
     }
 }
 
-/// What does not change while blocks are leased.
+/// The inputs that do not change while blocks are leased.
 struct Round<'a> {
     nodes: &'a [&'a Node],
     places: &'a BTreeMap<&'a NodeName, u32>,
@@ -188,7 +188,7 @@ struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// What remains leased of an egress IP's blocks.
+    /// Returns what remains leased of an egress IP's blocks.
     fn retain(&self, address: IpAddr, blocks: &Blocks) -> Blocks {
         let mut holder: Option<(&NodeName, Holder)> = None;
         blocks
@@ -231,6 +231,6 @@ enum Holder<'a> {
     Gone,
     /// Its node object is missing.
     Absent,
-    /// What it released, and up to which revision it then knew its leases: a newer lease of the same block is not released.
+    /// Its released blocks, and the revision up to which it then knew its leases: a newer lease of the same block is not released.
     Present(Option<&'a BTreeSet<u16>>, u64),
 }

@@ -14,12 +14,12 @@ pub struct Candidates<'a> {
 }
 
 impl<'a> Candidates<'a> {
-    /// The nodes of a set, ascending.
+    /// Returns the nodes of a set, ascending.
     pub fn get(&self, set: usize) -> &[u32] {
         &self.sets[set]
     }
 
-    /// Stores a set, which is ascending.
+    /// Stores a set, which must be ascending, and returns its number.
     pub fn intern(&mut self, nodes: Vec<u32>) -> usize {
         if let Some(set) = self.by_content.get(&nodes) {
             return *set;
@@ -29,7 +29,7 @@ impl<'a> Candidates<'a> {
         self.sets.len() - 1
     }
 
-    /// The nodes that any of these selectors selects.
+    /// Returns the nodes that any of these selectors selects.
     pub fn selected(&mut self, selectors: BTreeSet<&'a Selector>, index: &LabelIndex<'_>) -> usize {
         if let Some(set) = self.by_selectors.get(&selectors) {
             return *set;
@@ -42,7 +42,7 @@ impl<'a> Candidates<'a> {
         set
     }
 
-    /// The nodes that are in both sets.
+    /// Returns the nodes that are in both sets.
     pub fn intersection(&mut self, a: usize, b: usize) -> usize {
         if a == b {
             return a;

@@ -1,7 +1,7 @@
-//! The order in which gateways carry each egress IP: its owner, then those that take its place, one after the other.
+//! The order in which gateways carry each egress IP: its owner, then the gateways that take its place, in turn.
 //!
-//! The second is the one that would become the owner if the first died, so that the remaining gateways agree with the next plan: the
-//! egress IPs of one gateway go to others evenly, and move once. The rest is chosen by rendezvous hashing (Thaler and Ravishankar,
+//! The second carrier is the one that would become the owner if the first died, so that the remaining gateways agree with the next plan:
+//! the egress IPs of one gateway go to others evenly, and move once. The rest is chosen by rendezvous hashing (Thaler and Ravishankar,
 //! "Using name-based mappings to increase hit rates", 1998), so that a gateway that comes or goes changes few orders.
 
 use std::cmp::Reverse;
@@ -11,12 +11,12 @@ use super::hash::hash;
 use super::maglev;
 use super::owners::{Decision, Floating, GatewayNode, Loads};
 
-/// The number by which a node is chosen; see [`weight`].
+/// Returns the number by which a node is chosen; see [`weight`].
 pub fn node_key(name: &str) -> u64 {
     hash(5, name.as_bytes())
 }
 
-/// The carriers of all egress IPs, each owner first. One without an owner has those that are asked to show that they are alive.
+/// Returns the carriers of all egress IPs, each owner first. Without an owner, they are those asked to show that they are alive.
 pub fn orders(items: &[Floating<'_>], nodes: &[GatewayNode], decisions: &[Decision]) -> Vec<Vec<u32>> {
     let mut loads = Loads::new(items, nodes);
     let mut owned: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
@@ -43,11 +43,11 @@ pub fn orders(items: &[Floating<'_>], nodes: &[GatewayNode], decisions: &[Decisi
     orders
 }
 
-/// The nodes that get the egress IPs of one owner when it dies, which `loads` has then: the gateway that an egress IP goes back to anyway; else
-/// the previous next one, as long as all end with equally many; else the one that has the fewest.
+/// Returns the nodes that get the egress IPs of one owner when it dies, and adds these to `loads`. An egress IP goes to the gateway that it
+/// goes back to anyway; else to the previous next one, as long as all end with equally many; else to the one that has the fewest.
 ///
-/// Previous ones come first, for all egress IPs: if each was compared with the smallest load at its turn, one egress IP more anywhere would make
-/// the next carriers of all others move on by one.
+/// Previous ones come first, for all egress IPs: if each was compared with the smallest load at its turn, one egress IP more anywhere would
+/// shift the next carriers of all others by one.
 fn heirs(
     items: &[Floating<'_>],
     nodes: &[GatewayNode],
@@ -80,7 +80,7 @@ fn heirs(
             before.inspect(|node| give(loads, *at, *node)).is_none()
         });
     }
-    // As in the passes above, those that never keep their previous one come last: otherwise the next plan would choose differently.
+    // As in the passes above, egress IPs that never keep their previous next carrier come last: otherwise the next plan would differ.
     rest.sort_by_key(|at| items[*at].first || items[*at].zoned);
     for at in rest {
         if let Some(heir) = heir(&items[at], at, nodes, loads, &decisions[at]) {
@@ -90,7 +90,7 @@ fn heirs(
     heirs
 }
 
-/// How many egress IPs each node has at least when those that are left are spread evenly, and how many nodes have one more.
+/// Returns how many egress IPs each node has at least when those that are left are spread evenly, and how many nodes have one more.
 fn level(
     items: &[Floating<'_>],
     nodes: &[GatewayNode],
@@ -103,7 +103,7 @@ fn level(
         items[at].candidates.iter().copied().filter(other)
     };
     let sets: BTreeMap<usize, usize> = left.iter().map(|at| (items[*at].set, *at)).collect();
-    // Sorted already if there is one set; it may have every node of a large cluster.
+    // Already sorted if there is one set, which may have every node of a large cluster.
     let mut all: Vec<u32> = sets.into_values().flat_map(able).collect();
     all.sort_unstable();
     all.dedup();
@@ -117,7 +117,7 @@ fn level(
     (level, count - missing(level))
 }
 
-/// The previous next carrier of an egress IP, if it can still be that.
+/// Returns the previous next carrier of an egress IP, if it can still be that.
 fn previous(
     item: &Floating<'_>,
     at: usize,
@@ -130,7 +130,7 @@ fn previous(
     able.then_some(before)
 }
 
-/// The node with the fewest egress IPs, and among such nodes the previous next one.
+/// Returns the node with the fewest egress IPs, and among equals the previous next carrier.
 fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>, decision: &Decision) -> Option<u32> {
     let other = |node: &u32| decision.owner != Some(*node);
     let zone = decision.owner.and_then(|owner| nodes[owner as usize].zone);
@@ -147,7 +147,7 @@ fn heir(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>
     Some(before.filter(|node| !item.first && loads.load(*node) <= loads.load(best)).unwrap_or(best))
 }
 
-/// The other carriers of an egress IP: where zones matter those of the owner's zone first, then by weight.
+/// Returns the other carriers of an egress IP: if zones matter, those of the owner's zone first, then by weight.
 fn rest(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>, order: &[u32]) -> Vec<u32> {
     let zone = order.first().and_then(|owner| nodes[*owner as usize].zone);
     let address = hash(6, &maglev::key(item.address));
@@ -156,7 +156,7 @@ fn rest(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>
         (item.zoned && gateway.zone != zone, Reverse(weight(gateway.key, address)), node)
     };
     let missing = item.count.saturating_sub(order.len());
-    // Sorted, and never longer than what is missing: a pool may select every node of a large cluster.
+    // Sorted, and never longer than the missing count: a pool may select every node of a large cluster.
     let mut chosen: Vec<u32> = Vec::new();
     let able = |node: &u32| nodes[*node as usize].stands_by() && !order.contains(node);
     for node in item.candidates.iter().copied().filter(able) {
@@ -171,7 +171,7 @@ fn rest(item: &Floating<'_>, at: usize, nodes: &[GatewayNode], loads: &Loads<'_>
     chosen
 }
 
-/// The weight of a node for an address: the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+/// Returns the weight of a node for an address: the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 /// generators", 2014).
 fn weight(node: u64, address: u64) -> u64 {
     let mut x = node ^ address;

@@ -1,4 +1,4 @@
-//! Merges what all policies say about one address into one egress IP.
+//! Merges the claims of all policies on one address into one egress IP.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -20,19 +20,19 @@ pub struct Wanted<'a> {
     pub fixed: Option<(u32, Option<String>)>,
     /// The nodes that may own it, ascending, as places in `Snapshot::nodes`; shared by number in [`Candidates`].
     pub candidates: usize,
-    /// No node may own it because the address is configured elsewhere, or nowhere.
+    /// Whether no node may own it because the address is configured elsewhere, or nowhere.
     pub elsewhere: bool,
     /// What happens when a gateway comes back.
     pub failback: Failback,
-    /// It goes to the first of its candidates that can have it, however many that one has, and is not moved for balance.
+    /// Whether it goes to its first candidate that can have it, whatever that one's load, and is not moved for balance.
     pub first: bool,
-    /// It was taken out of its pool while it was in use.
+    /// Whether it was taken out of its pool while it was in use.
     pub draining: bool,
 }
 
-/// What one policy says about one address.
+/// One policy's claim on one address.
 pub struct Claim<'a> {
-    /// the policy that says it
+    /// the policy that makes the claim
     pub policy: &'a Policy,
     /// the weight of the slot
     pub weight: u32,
@@ -48,7 +48,7 @@ pub struct Claim<'a> {
     pub first: bool,
 }
 
-/// Merges all claims on an address into one egress IP. A claim that cannot be satisfied never spoils those that can.
+/// Merges all claims on an address into one egress IP. A claim that cannot be satisfied never affects those that can.
 pub fn settle<'a>(
     address: IpAddr,
     mut claims: Vec<Claim<'a>>,
@@ -58,7 +58,7 @@ pub fn settle<'a>(
 ) -> Wanted<'a> {
     let nobody = Holders::default();
     let Holders { nodes: holders, proven } = nodes.holders.get(&address).unwrap_or(&nobody);
-    // An address that only a node itself claims comes after what people write.
+    // An address that only a node itself claims comes after the addresses that people write.
     claims.sort_by_key(|claim| !claim.nodes.is_empty() && !proven);
     let failback_of = |pool: Option<&PoolId>| {
         let pool = pool.and_then(|id| nodes.snapshot.placement(id));
@@ -122,7 +122,7 @@ pub fn settle<'a>(
     }
     let mut set: Option<usize> = None;
     let mut users: Vec<(&Policy, u32)> = Vec::new();
-    // Pools may overlap: the address belongs to the first pool of those that use it.
+    // Pools may overlap: the address belongs to the first pool among those of its users.
     let mut pool = None;
     let first = usable.iter().all(|(claim, _)| claim.first);
     for (claim, own) in usable {
@@ -148,7 +148,7 @@ pub fn settle<'a>(
     Wanted { pool, users, fixed, candidates: set, elsewhere: false, failback, first, draining: false }
 }
 
-/// The message for an address that a node, and nothing else, claims to have.
+/// Returns the message for an address that a node, and nothing else, claims to have.
 fn unproven(address: IpAddr, node: &NodeName) -> String {
     format!(
         "node {node} reports {address} (EgressNode {node}, status.addresses), but its Node object does not have it and the \
@@ -156,7 +156,7 @@ fn unproven(address: IpAddr, node: &NodeName) -> String {
     )
 }
 
-/// The message for an address that is configured where it should not be, or nowhere.
+/// Returns the message for an address that is configured where it should not be, or nowhere.
 fn elsewhere(address: IpAddr, holders: &BTreeMap<u32, &str>, nodes: &Nodes<'_, '_>) -> String {
     match holders.keys().next().map(|place| nodes.names[*place as usize]) {
         Some(node) => format!(

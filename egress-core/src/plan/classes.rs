@@ -1,8 +1,8 @@
-//! Merges the destinations of all policies that select an endpoint into one table for longest-prefix look-up.
+//! Merges the destinations of all policies that select an endpoint into one table for longest-prefix lookup.
 //!
-//! At each destination the winner is, among the policies that steer it and do not exclude it, the one whose matching
-//! destination prefix is longest, then the older one, then the name. A destination that a winner excludes is the next
-//! policy's: an exclusion takes it out of its own policy only.
+//! At each destination the winner is, among the policies that steer it and do not exclude it, the one with the longest matching destination
+//! prefix, then the older one, then the first by name. A destination that a winner excludes goes to the next policy: an exclusion takes it
+//! out of its own policy only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::successors;
@@ -31,8 +31,8 @@ fn covers(outer: Key, inner: Key) -> bool {
     outer.0 == inner.0 && outer.2 <= inner.2 && network(outer.1) == network(inner.1)
 }
 
-/// The table of an endpoint that these policies select, sorted by prefix. The longest prefix that holds a destination
-/// says which policy steers it; `None`, or no such prefix: none does. No entry says the same as the next shorter one.
+/// Returns the table of an endpoint that these policies select, sorted by prefix. The longest prefix that contains a destination says which
+/// policy steers it; with `None`, or without such a prefix, none does. No entry says the same as the next shorter prefix.
 ///
 /// Policies that are not in `policies` are left out.
 pub fn merge<'a>(
@@ -78,8 +78,8 @@ pub fn merge<'a>(
     table
 }
 
-/// Policies whose traffic another policy takes: for each policy that does not come first at one of its own destination
-/// prefixes, for some class, the one that does. Policies that steer a shorter or a longer prefix do not conflict.
+/// Returns the policies whose traffic another policy takes: for each policy that does not come first at one of its own destination
+/// prefixes, for some class, the policy that does. Policies that steer a shorter or a longer prefix do not conflict.
 pub fn conflicts<'a>(
     policies: &BTreeMap<PolicyId, Policy>,
     classes: impl IntoIterator<Item = &'a Vec<&'a PolicyId>>,
@@ -103,7 +103,7 @@ pub fn conflicts<'a>(
     found
 }
 
-/// The destinations of a policy that it does not exclude.
+/// Returns the destinations of a policy that it does not exclude.
 fn steered(policy: &Policy) -> Vec<(Key, &IpNet)> {
     let excluded: BTreeSet<Key> = policy.excluded.iter().map(key).collect();
     let is_excluded =
@@ -111,7 +111,7 @@ fn steered(policy: &Policy) -> Vec<(Key, &IpNet)> {
     policy.destinations.iter().filter(|net| !is_excluded(net)).map(|net| (key(net), net)).collect()
 }
 
-/// The policies of a class that would let packets leave with the node's address, but may not where the class is concerned.
+/// Returns the policies of a class that would let packets leave with the node's address, but may not for this class.
 pub fn overruled<'a>(
     policies: &BTreeMap<PolicyId, Policy>,
     class: &[&'a PolicyId],

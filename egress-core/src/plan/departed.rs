@@ -1,16 +1,16 @@
-//! Policies that were removed a moment ago. Pure.
+//! Policies that were removed recently. Pure.
 //!
-//! An agent learns of a policy's removal and of the end of its slots from two messages, in any order. If the slots ended
-//! first, new flows would find a policy without a gateway and be dropped, although another policy serves them as soon as the
-//! other message arrives. So a policy is planned for a little longer than it exists.
+//! An agent learns of a policy's removal and of the end of its slots from two messages, in any order. If the slots ended first, new flows
+//! would find a policy without a gateway and be dropped, although another policy serves them as soon as the other message arrives. So a
+//! policy stays in the plan a little longer than it exists.
 
 use crate::model::{Policy, PolicyId};
 use std::{collections::BTreeMap, time::Duration};
 
-/// How long a policy that is gone is planned for: agents follow changes within a second.
+/// How long a removed policy stays in the plan: agents follow changes within a second.
 pub const LINGER: Duration = Duration::from_secs(2);
 
-/// The policies of the last round, and those that are gone, with the time when they went.
+/// The policies of the last round, and the removed ones with the time of their removal.
 #[derive(Debug, Default)]
 pub struct Departed {
     last: BTreeMap<PolicyId, Policy>,
@@ -18,7 +18,7 @@ pub struct Departed {
 }
 
 impl Departed {
-    /// Adds the policies that went less than [`LINGER`] before `now` to those that are there.
+    /// Adds the policies that were removed less than [`LINGER`] before `now` to those that exist.
     pub fn add_to(&mut self, policies: &mut BTreeMap<PolicyId, Policy>, now: Duration) {
         let last = std::mem::replace(&mut self.last, policies.clone());
         let went = last.into_iter().filter(|(id, _)| !policies.contains_key(id));
@@ -27,7 +27,7 @@ impl Departed {
         policies.extend(self.gone.iter().map(|(id, (policy, _))| (id.clone(), policy.clone())));
     }
 
-    /// When the next of them is forgotten.
+    /// Returns when the next removed policy is forgotten.
     pub fn next_deadline(&self) -> Option<Duration> {
         self.gone.values().map(|(_, since)| *since + LINGER).min()
     }

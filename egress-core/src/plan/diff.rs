@@ -1,4 +1,4 @@
-//! What changed from one plan to the next, in the words of events.
+//! The changes from one plan to the next, in the terms of events.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ pub enum Change {
         /// the egress IP
         address: IpAddr,
     },
-    /// An egress IP is not used any more.
+    /// An egress IP is no longer used.
     Removed {
         /// the egress IP
         address: IpAddr,
@@ -81,7 +81,7 @@ pub enum Change {
     },
 }
 
-/// All changes, sorted by kind and then by name.
+/// Returns all changes, sorted by kind and then by name.
 pub fn diff(before: &Plan, after: &Plan) -> Vec<Change> {
     let mut changes = Vec::new();
     for (address, (old, new)) in join(&before.egress_ips, &after.egress_ips) {
@@ -161,7 +161,7 @@ fn leases(before: &Plan, after: &Plan, changes: &mut Vec<Change>) {
     }
 }
 
-/// Both maps side by side.
+/// Returns both maps side by side.
 pub(super) fn join<'a, K: Ord, V>(
     left: &'a BTreeMap<K, V>,
     right: &'a BTreeMap<K, V>,

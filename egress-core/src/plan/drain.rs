@@ -1,8 +1,8 @@
 //! Addresses that were taken out of their pool while they are in use: the pool is gone, or its ranges are smaller.
 //!
-//! Such an address drains. Its connections continue, through carriers as before, and it gets no new ones: no port is taken from its
-//! blocks any more. It is released when the last block has come back, when no policy that had it is left, or when its time is over. One
-//! that is put back into the pool in time stays.
+//! Such an address drains. Its connections continue through carriers as before, and it gets no new ones: no more ports are taken from its
+//! blocks. It is released when the last block has come back, when no policy that had it is left, or when the drain timeout is over. An
+//! address that is put back into the pool in time stays.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use crate::model::{Node, Policy, PolicyId, PoolId, Snapshot, Source};
 /// The addresses that drain, as they were planned before.
 pub type Draining<'a> = BTreeMap<IpAddr, &'a EgressIpPlan>;
 
-/// Which addresses drain, as far as no policy asks for them by name.
+/// Returns the addresses that drain, provided that no policy requests them by name.
 pub fn draining<'a>(snapshot: &Snapshot, health: &Health, previous: &'a Plan) -> Draining<'a> {
     let mut draining: Draining<'a> = previous.egress_ips.iter().map(|(address, ip)| (*address, ip)).collect();
     draining.retain(|address, ip| drains(snapshot, *address, ip));
@@ -30,7 +30,7 @@ pub fn draining<'a>(snapshot: &Snapshot, health: &Health, previous: &'a Plan) ->
     draining
 }
 
-/// Whether an address was taken out of its pool, and not out of the policies that have it.
+/// Returns whether an address was taken out of its pool, and not out of the policies that have it.
 fn drains(snapshot: &Snapshot, address: IpAddr, ip: &EgressIpPlan) -> bool {
     let Some(pool) = &ip.pool else { return false };
     let taken_out = match snapshot.pools.get(pool) {
@@ -51,7 +51,7 @@ fn asks(policy: &Policy, pool: &PoolId) -> bool {
     }
 }
 
-/// Notes which addresses of a policy drain, and what to do about it.
+/// Adds which addresses of a policy drain, and what to do about it.
 pub fn note(
     snapshot: &Snapshot,
     policy: &Policy,

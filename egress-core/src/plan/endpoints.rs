@@ -1,7 +1,7 @@
 //! Assigns the endpoints of a `PerEndpoint` policy to its egress IPs.
 //!
-//! Seats are awarded to the egress IPs in turn, by weight; with equal weights that is round-robin, and no two differ by
-//! more than one. An endpoint keeps its egress IP as long as that has a seat for it.
+//! Seats are awarded to the egress IPs in turn, by weight; with equal weights that is round-robin, and no two differ by more than one. An
+//! endpoint keeps its egress IP as long as the egress IP has a seat for it.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -13,7 +13,7 @@ use crate::model::{EndpointId, Family, Node, NodeName, Policy, Snapshot, ZoneMod
 /// An egress IP that endpoints can be assigned to, with its weight.
 pub type Seat = (IpAddr, u32);
 
-/// Assigns sorted endpoints to `slots` (sorted by address). `previous` says where an endpoint was.
+/// Assigns sorted endpoints to `slots` (sorted by address). `previous` returns where an endpoint was.
 pub fn assign<'a>(
     slots: &[Seat],
     endpoints: &[&'a EndpointId],
@@ -41,7 +41,7 @@ pub fn assign<'a>(
             _ => homeless.push((n, *id)),
         }
     }
-    // An endpoint takes its own turn if vacant, so that a first assignment that is written in pieces ends up as one.
+    // An endpoint takes the seat of its own turn if vacant, so that a first assignment that is written in pieces ends up as one.
     let turns = award(slots, &vec![0; slots.len()], if homeless.is_empty() { 0 } else { endpoints.len() });
     let out_of_turn: Vec<&EndpointId> = homeless
         .into_iter()
@@ -65,8 +65,8 @@ pub fn assign<'a>(
     assigned
 }
 
-/// Awards `count` seats one by one to the slot that has the fewest for its weight; of equals, to one that has an endpoint
-/// to seat there already, then to the first.
+/// Awards `count` seats one by one to the slot that has the fewest for its weight; among equals, to one that still has a previous endpoint
+/// to seat, then to the first.
 fn award(slots: &[Seat], held: &[u64], count: usize) -> Vec<usize> {
     let order = |at: usize, taken: u64| {
         let share = ((taken + 1) << 32) / u64::from(slots[at].1.max(1));
@@ -82,10 +82,10 @@ fn award(slots: &[Seat], held: &[u64], count: usize) -> Vec<usize> {
     seats
 }
 
-/// The assignments of one policy to its endpoints, sorted and each with its node. `slots` are its egress IPs.
+/// Returns the assignments of one policy to its endpoints, sorted and each with its node. `slots` are its egress IPs.
 ///
-/// Endpoints that may use the same egress IPs (by zone, and by their node where it comes first) are balanced among
-/// themselves. An egress IP whose owner is missing or unhealthy is used only when all are like that.
+/// Endpoints that may use the same egress IPs (by zone, and by their node if it comes first) are balanced among themselves. An egress IP
+/// whose owner is missing or unhealthy is used only if all are.
 pub fn of_policy<'a>(
     snapshot: &Snapshot,
     policy: &Policy,
@@ -160,7 +160,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// How many endpoints are assigned to each egress IP.
+/// Returns how many endpoints are assigned to each egress IP.
 pub fn count(assignments: &BTreeMap<EndpointId, Assigned>) -> BTreeMap<IpAddr, u32> {
     let mut counts = BTreeMap::new();
     for assigned in assignments.values() {
@@ -171,7 +171,7 @@ pub fn count(assignments: &BTreeMap<EndpointId, Assigned>) -> BTreeMap<IpAddr, u
     counts
 }
 
-/// Nodes with selected pods for which a policy has no egress IP of a family that it steers, because of their zone.
+/// Returns the zones with selected pods for which a policy that requires their zone has no egress IP of a family that it steers.
 pub fn unserved_zones<'a>(
     snapshot: &Snapshot,
     policy: &Policy,

@@ -1,12 +1,12 @@
-//! Finds what a label selector matches without looking at everything.
+//! Finds the items that a label selector matches without looking at all of them.
 //!
-//! Only labels whose keys some selector mentions are indexed: the others cannot tell two items apart.
+//! Only labels whose keys some selector mentions are indexed: the others cannot distinguish two items.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::model::{Labels, Requirement, Selector};
 
-/// The label keys that selectors mention.
+/// Returns the label keys that selectors mention.
 pub fn mentioned_keys<'a>(selectors: impl IntoIterator<Item = &'a Selector>) -> BTreeSet<&'a str> {
     selectors.into_iter().flat_map(|selector| selector.requirements().map(|(key, _)| key)).collect()
 }
@@ -34,7 +34,7 @@ impl<'a> LabelIndex<'a> {
         index
     }
 
-    /// The items that match, in ascending order. Every key that the selector mentions must have been indexed.
+    /// Returns the items that match, in ascending order. Every key that the selector mentions must have been indexed.
     pub fn matching(&self, selector: &Selector) -> Vec<u32> {
         let verify = |item: &u32| selector.matches(self.labels[*item as usize]);
         match self.narrowest(selector) {
@@ -47,7 +47,7 @@ impl<'a> LabelIndex<'a> {
         }
     }
 
-    /// How many items [`Self::matching`] looks at.
+    /// Returns how many items [`Self::matching`] looks at.
     pub fn reach(&self, selector: &Selector) -> usize {
         self.narrowest(selector).map_or(self.labels.len(), |lists| length(&lists))
     }
@@ -56,8 +56,8 @@ impl<'a> LabelIndex<'a> {
         self.with_value.get(key).and_then(|of_key| of_key.get(value)).map_or(&[], Vec::as_slice)
     }
 
-    /// The shortest lists of items that together hold all that can match; `None` when the selector has no requirement
-    /// that asks for a label.
+    /// Returns the shortest lists of items that together contain everything that can match; `None` if the selector has no requirement that
+    /// a label be present.
     fn narrowest(&self, selector: &Selector) -> Option<Vec<&[u32]>> {
         selector
             .requirements()

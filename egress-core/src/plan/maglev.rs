@@ -1,7 +1,6 @@
 //! The table that spreads new flows of a policy over its slots: weighted Maglev hashing.
 //!
-//! Every agent computes the same table from the same slots. A slot that comes or goes changes few of the entries of the
-//! others.
+//! Every agent computes the same table from the same slots. A slot that comes or goes changes few entries of the others.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -15,13 +14,13 @@ pub const EMPTY: u16 = u16::MAX;
 /// The sizes that tables have: primes.
 const SIZES: [u32; 9] = [251, 509, 1021, 2039, 4093, 8191, 16381, 32749, 65521];
 
-/// The size of the table for this many slots: at least a hundred entries a slot, as long as 65,521 suffice.
+/// Returns the size of the table for this many slots: at least a hundred entries a slot, as long as 65,521 suffice.
 pub fn size(slots: usize) -> u32 {
     let wanted = (slots as u64 * 100).min(65_521) as u32;
     SIZES.into_iter().find(|size| *size >= wanted).unwrap_or(65_521)
 }
 
-/// The key that a slot is hashed by. It depends on nothing but the address.
+/// Returns the key by which a slot is hashed. It depends only on the address.
 pub fn key(address: IpAddr) -> [u8; 16] {
     match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
@@ -29,9 +28,9 @@ pub fn key(address: IpAddr) -> [u8; 16] {
     }
 }
 
-/// Fills a table of `size` (a prime) entries with places in `slots`: each slot gets its weight's share of them, to within
-/// one entry. Slots of weight 0 get none; without any other slot all entries are [`EMPTY`]. The result does not depend on
-/// the order of `slots`, apart from the numbers. There are at most 65,535 slots.
+/// Fills a table of `size` (a prime) entries with places in `slots`: each slot gets its weight's share of them, to within one entry. Slots
+/// of weight 0 get none; if there is no other slot, all entries are [`EMPTY`]. Apart from the numbers, the result does not depend on the
+/// order of `slots`. There are at most 65,535 slots.
 pub fn table<K: AsRef<[u8]>>(slots: &[(K, u32)], size: u32) -> Vec<u16> {
     let mut table = vec![EMPTY; size as usize];
     let mut turns: Vec<Turn> = slots
@@ -80,7 +79,7 @@ impl Turn {
         place as usize
     }
 
-    /// The order of turns: next is the slot whose share would still be the smallest for its weight.
+    /// Returns the order of turns: next is the slot whose share would still be the smallest for its weight.
     fn order(&self, at: usize) -> (u64, u64, usize) {
         (((self.taken + 1) << 32) / u64::from(self.weight), self.tie, at)
     }

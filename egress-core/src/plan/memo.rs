@@ -1,14 +1,14 @@
 //! Applies a small change to a plan, with its consequences, without looking at everything.
 //!
-//! A pod that comes, goes or is relabelled, and a node that reports other needs, concern few policies, egress IPs and
-//! nodes. [`Memo::change`] brings a plan up to date with them, or says that only a full plan can. The result is what a
-//! full plan would make: the same functions decide, but about a part:
+//! A pod that comes, goes or is relabelled, and a node that reports another demand, concern few policies, egress IPs and nodes.
+//! [`Memo::change`] brings a plan up to date with them, or says that only a full plan can. The result is what a full plan would be: the
+//! same functions decide, but about a part:
 //!
-//! - endpoints are counted, and assigned anew under the `PerEndpoint` policies that they come to or leave;
-//! - blocks are leased anew for the egress IPs of policies that have other source nodes than before, and for those that
-//!   share policies with them, through any number of others: between such groups nothing depends on anything;
-//! - owners depend on source nodes only where a policy requires their zone, and conflicts on the sets of policies that
-//!   select a pod together: where those change so that it could matter, the plan has to be made in full.
+//! - endpoints are counted, and assigned anew under the `PerEndpoint` policies that they join or leave;
+//! - blocks are leased anew for the egress IPs of policies whose source nodes have changed, and for those that share policies with them,
+//!   directly or through others: such groups do not depend on each other;
+//! - owners depend on source nodes only where a policy requires their zone, and conflicts on the sets of policies that select a pod
+//!   together: if those change so that it could matter, a full plan is needed.
 
 mod index;
 
@@ -23,19 +23,19 @@ use super::{blocks, classes, diff, endpoints, outcome};
 use crate::health::Health;
 use crate::model::{Endpoint, EndpointId, Node, NodeName, NodeReport, PolicyId, Snapshot, ZoneMode};
 
-/// What is known of a plan and the snapshot that it was made for.
+/// The snapshot that a plan was made for, and an index of it.
 #[derive(Debug)]
 pub struct Memo {
     snapshot: Snapshot,
     index: Index,
 }
 
-/// What is different now.
+/// The changes of a snapshot.
 #[derive(Clone, Debug, Default)]
 pub struct Changes {
-    /// Pods as they are now; `None`: they are gone.
+    /// Pods as they are now; `None` for pods that are gone.
     pub pods: BTreeMap<EndpointId, Option<Endpoint>>,
-    /// What the agents of nodes report now.
+    /// The reports of nodes' agents as they are now.
     pub reports: BTreeMap<NodeName, NodeReport>,
 }
 
@@ -55,15 +55,15 @@ impl Memo {
         Self { snapshot, index }
     }
 
-    /// The snapshot as it is after all changes so far.
+    /// Returns the snapshot as it is after all changes so far.
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
     }
 
-    /// Brings `plan` up to date with changes. It must be the plan that this was made with, plus all changes so far, and the
-    /// health of gateways must be the same as far as a plan depends on it.
+    /// Brings `plan` up to date with changes. It must be the plan that this memo was made with, plus all changes so far, and the health of
+    /// gateways must be the same as far as a plan depends on it.
     ///
-    /// `None`: a full plan is needed; `plan` is unchanged.
+    /// Returns `None` if a full plan is needed; `plan` is then unchanged.
     pub fn change(mut self, health: &Health, plan: &mut Plan, changes: Changes) -> Option<(Self, Touched)> {
         let mut news = News::default();
         for (id, endpoint) in changes.pods {
@@ -92,7 +92,7 @@ impl Memo {
         Some((self, touched))
     }
 
-    /// The policies of which a node now reports another version. `None`: its agent begins or ceases to report them.
+    /// Returns the policies of which a node now reports another version; `None` if its agent begins or ceases to report them.
     fn reported(&self, node: &NodeName, report: &NodeReport) -> Option<Vec<u32>> {
         let before = self.snapshot.nodes.get(node).and_then(|node| node.report.as_ref());
         if before.is_some_and(|before| before.programmed.is_some() != report.programmed.is_some()) {
@@ -105,7 +105,7 @@ impl Memo {
         Some(other.filter_map(|(policy, _)| self.index.number(policy)).collect())
     }
 
-    /// Updates which nodes of a policy have it in their datapath.
+    /// Updates which nodes of a policy do not have its version in their datapath.
     fn follow(&self, plan: &mut Plan, number: u32, touched: &mut Touched) {
         let id = self.index.id(number);
         let Some(outcome) = plan.outcomes.get_mut(id) else { return };
@@ -114,7 +114,7 @@ impl Memo {
         touched.policies.insert(id.clone());
     }
 
-    /// Takes in what a node reports; returns the egress IPs whose leases may depend on the difference.
+    /// Takes a node's report, and returns the egress IPs whose leases may depend on the difference; `None`: a full plan is needed.
     fn report(&mut self, node: &NodeName, report: NodeReport, plan: &Plan) -> Option<BTreeSet<IpAddr>> {
         let before = self.snapshot.nodes.get_mut(node)?.report.as_mut()?;
         // A carrier leaves when its successor reports that it carries the address.
@@ -142,7 +142,7 @@ impl Memo {
         others.iter().all(|address| !plan.blocks.contains_key(address)).then_some(used)
     }
 
-    /// Whether policies that select a pod together conflict, or one overrules another.
+    /// Returns whether policies that select a pod together conflict, or one overrules another.
     fn disagree(&self, class: &[u32]) -> bool {
         let class: Vec<&PolicyId> = class.iter().map(|policy| self.index.id(*policy)).collect();
         let policies = &self.snapshot.policies;
@@ -237,7 +237,7 @@ impl Memo {
 struct Group<'a> {
     memo: &'a Memo,
     nodes: Vec<&'a Node>,
-    /// Number in this group and source nodes, as places in `nodes`.
+    /// Its number in this group, and its source nodes as places in `nodes`.
     policies: BTreeMap<&'a PolicyId, (u32, Vec<u32>)>,
 }
 
@@ -265,7 +265,7 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// The nodes that use an egress IP.
+    /// Returns the nodes that use an egress IP.
     fn sources(&self, ip: &EgressIpPlan) -> Vec<u32> {
         let nodes: BTreeSet<u32> = ip.users.keys().flat_map(|user| &self.policies[user].1).copied().collect();
         nodes.into_iter().collect()

@@ -1,7 +1,7 @@
-//! The planner: from a snapshot of all objects, the health of gateways and the plan so far to the next plan.
+//! The planner: makes the next plan from a snapshot of all objects, the health of gateways and the plan so far.
 //!
-//! It does no I/O, reads no clock and uses no randomness. The same input in any order gives the same plan, and planning
-//! again without a change gives the same plan again. One policy that cannot be carried out never disturbs another.
+//! It does no I/O, reads no clock and uses no randomness. The same input in any order gives the same plan, and planning again without a
+//! change gives the same plan again. A policy that cannot be carried out never disturbs another.
 
 mod addresses;
 pub mod blocks;
@@ -54,7 +54,7 @@ pub fn plan(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
     plan_for(snapshot, &selection, health, previous)
 }
 
-/// Makes the next plan, and remembers what a small change of the snapshot needs to find its consequences.
+/// Makes the next plan, and a memo that finds the consequences of small changes of the snapshot.
 pub fn plan_and_remember(snapshot: Snapshot, health: &Health, previous: &Plan) -> (Plan, Memo) {
     let selection = Selection::new(&snapshot);
     let plan = plan_for(&snapshot, &selection, health, previous);
@@ -179,8 +179,8 @@ impl<'a> Cluster<'a> {
         self.sources[self.policies[policy] as usize].iter().map(|node| self.names[*node as usize])
     }
 
-    /// An egress IP that is used only by policies that require the zone of the source node is owned in a zone that has
-    /// source nodes, where that has any candidate.
+    /// Restricts an egress IP that is used only by policies that require the zone of the source node to owners in a zone that has source
+    /// nodes, if such a zone has any candidate.
     fn restrict_to_zones(&self, wanted: &mut Wanted<'_>, candidates: &mut Candidates<'_>) {
         if wanted.fixed.is_some() || wanted.users.iter().any(|(policy, _)| policy.zone != ZoneMode::Require) {
             return;
@@ -255,14 +255,14 @@ impl<'a> Cluster<'a> {
             .collect()
     }
 
-    /// How an egress IP is reached: as its pool says, or said while it was known.
+    /// Returns how an egress IP is reached: as its pool says, or said while the pool was known.
     fn attachment(&self, wanted: &Wanted<'_>, before: Option<&EgressIpPlan>) -> NetworkAttachment {
         let pool = wanted.pool.and_then(|pool| self.snapshot.pools.get(pool));
         let before = before.filter(|_| wanted.pool.is_some()).map(|before| before.attachment);
         pool.map(Pool::attachment).or(before).unwrap_or_default()
     }
 
-    /// The previous carriers that have to leave, until the owner reports that it carries the address. Dead ones are left out.
+    /// Returns the previous carriers that must leave, but stay until the owner reports that it carries the address; no dead ones.
     fn leaving(&self, address: IpAddr, carriers: &[NodeName], before: Option<&EgressIpPlan>) -> Vec<NodeName> {
         let Some(owner) = carriers.first() else { return Vec::new() };
         if self.snapshot.report(owner).is_some_and(|report| report.carries.contains(&address)) {
@@ -303,7 +303,7 @@ impl<'a> Cluster<'a> {
                 preferred: before.and_then(|plan| plan.preferred.as_ref()).and_then(place),
                 count: match pool {
                     Some(pool) => pool.carriers,
-                    None if wanted.pool.is_some() => MAX_CARRIERS, // Its selector is not known: all that carried it go on.
+                    None if wanted.pool.is_some() => MAX_CARRIERS, // Its selector is unknown: all that carried it continue.
                     None => DEFAULT_CARRIERS,
                 },
                 carriers: before.iter().flat_map(|plan| &plan.carriers).filter_map(place).collect(),
@@ -313,7 +313,7 @@ impl<'a> Cluster<'a> {
         floating
     }
 
-    /// The source nodes of an egress IP that several policies use.
+    /// Returns the source nodes of an egress IP that several policies use.
     fn shared_sources(&self, wanted: &Wanted<'_>) -> Option<Vec<u32>> {
         (wanted.users.len() > 1).then(|| {
             let of = |(policy, _): &(&crate::model::Policy, u32)| &self.sources[self.policies[&policy.id] as usize];

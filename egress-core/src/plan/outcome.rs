@@ -1,4 +1,4 @@
-//! What is said about each policy: conditions, slots, conflicts.
+//! The reported state of each policy: conditions, slots, conflicts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -10,7 +10,7 @@ use crate::model::{
     Distribution, EndpointId, Family, NodeName, OnNoGateway, Policy, PolicyId, Snapshot, Trouble, TroubleKind,
 };
 
-/// A reason why a condition of a policy is not what the user wishes.
+/// A reason why a condition of a policy is not as the user wishes.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Problem {
     kind: ConditionKind,
@@ -18,17 +18,17 @@ struct Problem {
     message: String,
 }
 
-/// Everything found wrong, by policy. The order in which it was found does not matter.
+/// Everything that was found wrong, by policy. The order in which it was found does not matter.
 #[derive(Debug, Default)]
 pub struct Problems(BTreeMap<PolicyId, BTreeSet<Problem>>);
 
 impl Problems {
-    /// Notes a problem.
+    /// Adds a problem.
     pub fn add(&mut self, policy: &PolicyId, kind: ConditionKind, reason: Reason, message: String) {
         self.0.entry(policy.clone()).or_default().insert(Problem { kind, reason, message });
     }
 
-    /// Notes what the slots of a policy show. `overruled`: it selects pods that its `onNoGateway: NodeIP` does not apply to.
+    /// Adds the problems of a policy's slots. `overruled`: it selects pods to which its `onNoGateway: NodeIP` does not apply.
     pub fn judge(&mut self, policy: &Policy, slots: &[Slot], unserved_zones: &BTreeSet<String>, overruled: bool) {
         let serving = || slots.iter().filter(|slot| !slot.draining);
         for slot in serving() {
@@ -69,7 +69,7 @@ impl Problems {
         }
     }
 
-    /// Notes what nodes cannot do for a policy: one of each kind, and how many more there are.
+    /// Adds what nodes cannot do for a policy: one trouble of each kind, and how many more there are.
     pub fn troubled(&mut self, policy: &PolicyId, troubles: &[(&NodeName, &Trouble)]) {
         for kind in TroubleKind::ALL {
             let mut of_kind = troubles.iter().filter(|(_, trouble)| trouble.kind == kind);
@@ -91,7 +91,7 @@ impl Problems {
         }
     }
 
-    /// Notes which policies come first, and where.
+    /// Adds which policies take precedence, and where.
     pub fn conflicts(&mut self, policy: &PolicyId, conflicts: &BTreeMap<PolicyId, BTreeSet<IpNet>>) {
         for (winner, nets) in conflicts {
             let shown = nets.iter().take(3).map(ToString::to_string).collect::<Vec<_>>().join(", ");
@@ -103,7 +103,7 @@ impl Problems {
         }
     }
 
-    /// The conditions of a policy: all kinds, with the first reason and all messages.
+    /// Returns the conditions of a policy: all kinds, each with the first reason and all messages.
     pub fn conditions(&self, policy: &Policy) -> BTreeMap<ConditionKind, Condition> {
         ConditionKind::ALL
             .into_iter()
@@ -122,7 +122,7 @@ impl Problems {
     }
 }
 
-/// What is said if nothing is wrong. There is no number of pods in it: each pod would cost a write of the status.
+/// Returns the message if nothing is wrong. It has no number of pods, because each pod would cost a write of the status.
 fn fine(kind: ConditionKind, distribution: Distribution) -> &'static str {
     match (kind, distribution) {
         (ConditionKind::Ready, Distribution::PerFlow) => "flows are spread over its egress IPs",
@@ -174,7 +174,7 @@ fn slot_problem(slot: &Slot) -> Option<(Reason, String)> {
     })
 }
 
-/// What nodes report that they cannot do, by policy; sorted by node. A node reports its own pods only.
+/// Returns what nodes report that they cannot do, by policy, sorted by node. Reports about other nodes' pods are ignored.
 pub fn troubles(snapshot: &Snapshot) -> BTreeMap<&PolicyId, Vec<(&NodeName, &Trouble)>> {
     let mut all: BTreeMap<&PolicyId, Vec<(&NodeName, &Trouble)>> = BTreeMap::new();
     for node in snapshot.nodes.values() {
@@ -187,8 +187,8 @@ pub fn troubles(snapshot: &Snapshot) -> BTreeMap<&PolicyId, Vec<(&NodeName, &Tro
     all
 }
 
-/// Which of a policy's nodes do not have this version of it in their datapath. Not waited for are nodes that are down, which have
-/// no traffic, nodes without an agent, which carry nothing out at all, and agents of a version that does not report it.
+/// Returns which of a policy's nodes do not have this version of it in their datapath. Leaves out nodes that are down, which have no
+/// traffic; nodes without an agent, which carry out nothing at all; and agents of a version that does not report it.
 pub fn behind<'a>(
     snapshot: &Snapshot,
     policy: &Policy,
@@ -202,7 +202,7 @@ pub fn behind<'a>(
     sources.filter(is_behind).cloned().collect()
 }
 
-/// The slots of a policy, sorted by address.
+/// Returns the slots of a policy, sorted by address.
 pub fn slots(
     policy: &Policy,
     egress_ips: &BTreeMap<IpAddr, &EgressIpPlan>,
@@ -250,7 +250,7 @@ mod tests {
         assert_eq!(told(&of_many), ["on node a: pod shop/pod-0000: it does not start (and 499 more)"]);
         let all: Vec<_> = of_many.into_iter().chain(two.iter().map(|trouble| (&b, trouble))).collect();
         assert_eq!(told(&all), ["on node a: pod shop/pod-0000: it does not start (and 501 more)"]);
-        // Of very many policies, a node reports one pod each.
+        // With very many policies, a node reports one pod for each.
         let mut one = trouble(0);
         one.and_more(499);
         assert_eq!(told(&[(&a, &one)]), ["on node a: pod shop/pod-0000: it does not start (and 499 more)"]);

@@ -1,8 +1,8 @@
 //! Chooses the owner of each floating egress IP.
 //!
-//! A gateway keeps the egress IPs that it has, and gets its own back when it returns. One whose owner is dead goes to its next carrier, which has taken
-//! it already, or else to the gateway with the fewest. Only then, if gateways still differ by more than one, as few as possible are moved (see
-//! [`balance`]).
+//! A gateway keeps the egress IPs that it has, and gets its own back when it returns. An egress IP whose owner is dead goes to its next
+//! carrier, which has already taken it, or else to the gateway with the fewest. Only then, if gateways still differ by more than one, as
+//! few as possible are moved (see [`balance`]).
 
 mod balance;
 mod floating;
@@ -16,23 +16,23 @@ pub use loads::Loads;
 use super::hash::hash;
 use super::types::OwnerReason;
 
-/// Where the search of the n-th egress IP of a policy begins: first ones of different policies begin at different nodes.
+/// Returns where the search of the n-th egress IP of a policy begins: those of different policies begin at different nodes.
 pub fn ring_start(policy: &str, n: usize) -> u64 {
     (hash(4, policy.as_bytes()) >> 32) + n as u64
 }
 
-/// What was decided for one egress IP.
+/// The decision about one egress IP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decision {
     /// Its owner.
     pub owner: Option<u32>,
     /// The gateway that it goes back to.
     pub preferred: Option<u32>,
-    /// Why.
+    /// The reason.
     pub reason: OwnerReason,
 }
 
-/// Decides about all egress IPs (sorted by address).
+/// Decides the owners of all egress IPs (sorted by address).
 pub fn decide(items: &[Floating<'_>], nodes: &[GatewayNode]) -> Vec<Decision> {
     let mut places = vec![Placement::default(); items.len()];
     let mut loads = Loads::new(items, nodes);
@@ -47,8 +47,8 @@ pub fn decide(items: &[Floating<'_>], nodes: &[GatewayNode]) -> Vec<Decision> {
     items.iter().zip(&places).map(|(item, place)| conclude(item, nodes, place.node)).collect()
 }
 
-/// Leaves each egress IP where it is, or returns it to its preferred gateway; first those that stay where they belong,
-/// so that a limit that became lower takes away the others.
+/// Leaves each egress IP where it is, or returns it to its preferred gateway. Egress IPs that stay where they belong come first, so that a
+/// lowered limit takes away the others.
 fn keep(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Placement], loads: &mut Loads<'_>) {
     let choices: Vec<[Option<u32>; 2]> = items
         .iter()
@@ -95,7 +95,7 @@ fn place_homeless(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [P
     }
 }
 
-/// Owner, preferred gateway and reason of an egress IP, from the eligible gateway that it was given to.
+/// Returns the owner, preferred gateway and reason of an egress IP, given the eligible gateway that has it, if any.
 fn conclude(item: &Floating<'_>, nodes: &[GatewayNode], place: Option<u32>) -> Decision {
     let preferred = item.preferred.filter(|node| item.selects(*node));
     let Some(owner) = place else {
@@ -104,7 +104,7 @@ fn conclude(item: &Floating<'_>, nodes: &[GatewayNode], place: Option<u32>) -> D
             candidates if candidates.iter().any(|node| nodes[*node as usize].takes()) => OwnerReason::AtCapacity,
             _ => OwnerReason::NoGatewayReady,
         };
-        // A healthy owner that did not keep it has more than it may.
+        // A healthy owner that did not keep it has more than its limit.
         let unwell = |owner: &u32| item.selects(*owner) && !nodes[*owner as usize].keeps();
         let kept = item.owner.filter(|owner| unwell(owner) && reason == OwnerReason::NoGatewayReady);
         let reason = kept.map_or(reason, |_| OwnerReason::OwnerUnhealthy);

@@ -1,7 +1,7 @@
-//! Gives policies addresses out of pools.
+//! Gives policies addresses from pools.
 //!
-//! A policy keeps what it has. An address that was allocated belongs to one policy; several policies share one only if all
-//! of them ask for that very address.
+//! A policy keeps what it has. An allocated address belongs to one policy; several policies share an address only if all of them request
+//! that very address.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -16,9 +16,8 @@ use crate::model::{Family, Labels, Node, Policy, PolicyId, PolicyKind, Pool, Poo
 /// The addresses of each policy, with the pools that they came from.
 pub type Allocation<'a> = BTreeMap<&'a PolicyId, BTreeMap<IpAddr, &'a PoolId>>;
 
-/// Allocates for all policies. `by_precedence` holds all policies in order of precedence; `named` says which policies name which
-/// addresses as gateways do. Returns the allocation, and removes from `named` what belongs to others, and from `draining` what policies
-/// ask for by name.
+/// Allocates for all policies. `by_precedence` holds all policies in order of precedence; `named` says which policies name which addresses
+/// as gateways do. Returns the allocation. Removes from `named` what belongs to others, and from `draining` what policies request by name.
 pub fn allocate<'a>(
     snapshot: &'a Snapshot,
     by_precedence: &[&'a Policy],
@@ -102,7 +101,7 @@ pub fn allocate<'a>(
 struct Request<'a> {
     policy: &'a PolicyId,
     id: &'a PoolId,
-    /// Absent: the pool is unreadable, and this is what the policy has of it.
+    /// Absent if the pool is unreadable: the request is then for what the policy has of it.
     pool: Option<&'a Pool>,
     family: Family,
     count: u32,
@@ -110,7 +109,7 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Whether an address that was allocated to the policy remains its own.
+    /// Returns whether an address that was allocated to the policy stays allocated to it.
     fn may_keep(
         &self,
         address: IpAddr,
@@ -132,11 +131,11 @@ impl Request<'_> {
     }
 }
 
-/// Addresses that are somebody's already.
+/// Addresses that already belong to routers or nodes.
 struct Reserved {
     /// The next hops of all pools' subnets.
     routers: BTreeSet<IpAddr>,
-    /// What Node objects have. What only a node itself claims to have is not there: it could keep any address from others.
+    /// The addresses of Node objects. What only a node itself claims to have is not among them: it could keep any address from others.
     nodes: BTreeSet<IpAddr>,
 }
 
@@ -146,14 +145,14 @@ impl Reserved {
         Self { routers, nodes: snapshot.nodes.values().flat_map(|node| node.addresses.iter().copied()).collect() }
     }
 
-    /// Those that a policy may not have, with what has them. A gateway would answer for an address in place of the router, and a team would
-    /// leave with a node's address; an administrator may let a node's own address serve.
+    /// Returns the addresses that a policy may not have, with what has them. A gateway would answer for an address in place of the router,
+    /// and a team would leave with a node's address; an administrator may let a node's own address serve.
     fn withheld_from(&self, policy: &PolicyId) -> impl Iterator<Item = (&BTreeSet<IpAddr>, &'static str)> {
         let nodes = (policy.kind == PolicyKind::Namespaced).then_some((&self.nodes, "nodes"));
         std::iter::once((&self.routers, "routers (subnetInfo.gateway of a pool)")).chain(nodes)
     }
 
-    /// Takes out of `ips` what a policy asks for by name and may not have.
+    /// Removes from `ips` what a policy requests by name and may not have.
     fn withhold(&self, policy: &PolicyId, ips: &mut BTreeSet<IpAddr>, problems: &mut Problems) {
         for (theirs, whose) in self.withheld_from(policy) {
             let withheld: Vec<IpAddr> = ips.intersection(theirs).copied().collect();
@@ -170,7 +169,7 @@ impl Reserved {
 /// How many addresses or ranges a message lists.
 const SHOWN: usize = 3;
 
-/// The first few, and how many more there are.
+/// Returns the first few items, and how many more there are.
 fn listed<'i, T: fmt::Display + 'i>(items: impl IntoIterator<Item = &'i T>) -> String {
     let mut items = items.into_iter().map(ToString::to_string);
     let shown = items.by_ref().take(SHOWN).collect::<Vec<_>>().join(", ");
@@ -180,7 +179,7 @@ fn listed<'i, T: fmt::Display + 'i>(items: impl IntoIterator<Item = &'i T>) -> S
     }
 }
 
-/// What each policy had from each pool.
+/// The addresses that each policy had from each pool.
 type Holdings<'p> = BTreeMap<(&'p PolicyId, &'p PoolId), Vec<IpAddr>>;
 
 fn requests<'a>(
@@ -238,7 +237,7 @@ fn requests<'a>(
     requests
 }
 
-/// What a policy has of a pool that is unreadable, as requests for just that.
+/// Returns what a policy has of an unreadable pool, as requests for exactly that.
 fn kept<'a>(
     (previous, before): (&Plan, &Holdings<'_>),
     policy: &'a Policy,
@@ -261,7 +260,7 @@ struct Quotas<'a> {
 }
 
 impl<'a> Quotas<'a> {
-    /// Whether a policy may use a pool.
+    /// Returns whether a policy may use a pool.
     fn allow(&mut self, policy: &'a Policy, pool: &'a Pool, problems: &mut Problems) -> bool {
         let Some(namespace) = policy.id.namespace() else { return true };
         let nothing = Labels::new();
@@ -278,7 +277,7 @@ impl<'a> Quotas<'a> {
         left.is_some()
     }
 
-    /// How many of `count` addresses a policy may have of a pool that it may use.
+    /// Returns how many of `count` addresses a policy may have from a pool that it may use.
     fn take(&mut self, policy: &'a Policy, pool: &'a Pool, count: u32, problems: &mut Problems) -> u32 {
         let Some(namespace) = policy.id.namespace() else { return count };
         let Some(Some(left)) = self.left.get_mut(&(&pool.id, namespace)) else { return 0 };
@@ -296,8 +295,8 @@ impl<'a> Quotas<'a> {
     }
 }
 
-/// Lets an address that policies ask for by name be shared within one namespace only, or among cluster-scoped policies, which come first:
-/// a team does not get the address by which the outside knows another team. Of several namespaces the one that has it keeps it.
+/// Lets an address that policies request by name be shared only within one namespace, or among cluster-scoped policies, which come first: a
+/// team does not get the address by which the outside knows another team. Of several namespaces, the one that has the address keeps it.
 fn keep_apart<'a>(
     by_precedence: &[&'a Policy],
     previous: &Plan,
@@ -342,8 +341,8 @@ fn holdings(previous: &Plan) -> Holdings<'_> {
 
 /// The free addresses of all pools, lowest first.
 ///
-/// Addresses that only a node claims to have are allocated last: in ranges that hold addresses of gateways this keeps them out
-/// of use, and a node that claims a whole range takes nothing away.
+/// Addresses that only a node claims to have are allocated last: in ranges that hold gateways' addresses this keeps them out of use, and a
+/// node that claims a whole range takes nothing away.
 struct Free<'a> {
     taken: BTreeSet<IpAddr>,
     claimed: Rc<BTreeSet<IpAddr>>,

@@ -1,4 +1,4 @@
-//! What a change of objects would do: the cluster before and after it, each with its plan, and the live flows.
+//! Finds what a change of objects would do: the cluster before and after it, each with its plan, and the live flows.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -11,9 +11,9 @@ use super::{classes, plan, select::Selection};
 use crate::health::{Health, LeaseState, NodeHealth};
 use crate::model::{EndpointId, Family, NodeName, PolicyId, Snapshot};
 
-/// This many rounds of planning are enough for gateways that were never used before: one asks them, the next uses them.
+/// Enough rounds of planning for gateways that were never used before: one round asks them, the next uses them.
 const ROUNDS: usize = 8;
-/// How long a gateway that takes its lease when asked has been well.
+/// How long a gateway that takes its lease when asked is assumed to have been healthy.
 const LONG: std::time::Duration = std::time::Duration::from_secs(24 * 3600);
 
 /// A cluster with its plan.
@@ -21,7 +21,7 @@ const LONG: std::time::Duration = std::time::Duration::from_secs(24 * 3600);
 pub struct Side<'a> {
     /// Its objects.
     pub snapshot: &'a Snapshot,
-    /// What is planned for them.
+    /// The plan for them.
     pub plan: &'a Plan,
 }
 
@@ -50,7 +50,7 @@ pub enum Fate {
     },
     /// Its next packet starts a new flow, under this policy or none.
     Restarts(Option<PolicyId>),
-    /// The connection is severed: to continue, it would show the other end another address.
+    /// The connection is severed: to continue, it would have to show the other end another address.
     Breaks,
     /// Its packets are dropped, for lack of a gateway.
     Dropped,
@@ -63,7 +63,7 @@ pub enum PolicyChangeKind {
     Added,
     /// It is gone.
     Removed,
-    /// It says something else, selects other pods or has other egress IPs.
+    /// Its specification, its pods or its egress IPs differ.
     Changed,
 }
 
@@ -72,7 +72,7 @@ pub enum PolicyChangeKind {
 pub struct PolicyChange {
     /// The policy.
     pub policy: PolicyId,
-    /// How.
+    /// How it changes.
     pub kind: PolicyChangeKind,
     /// How many pods it selects, before and after.
     pub pods: (usize, usize),
@@ -89,9 +89,9 @@ pub struct Steering {
     pub pods: Vec<EndpointId>,
     /// The destination.
     pub destination: IpNet,
-    /// The parts of the destination for which this is not true.
+    /// The parts of the destination to which this does not apply.
     pub but: BTreeSet<IpNet>,
-    /// The policy before; none: the packets were left alone.
+    /// The policy before; none if the packets were left alone.
     pub from: Option<PolicyId>,
     /// The policy after.
     pub to: Option<PolicyId>,
@@ -108,7 +108,7 @@ pub struct Conflict {
     pub destinations: BTreeSet<IpNet>,
 }
 
-/// What would change.
+/// The consequences of a change.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Preview {
     /// Policies.
@@ -119,18 +119,18 @@ pub struct Preview {
     pub changes: Vec<Change>,
     /// New conflicts.
     pub conflicts: Vec<Conflict>,
-    /// The flows that do not continue unchanged, by their place among those that were asked about.
+    /// The flows that do not continue unchanged, by their place among the flows in question.
     pub flows: Vec<(usize, Fate)>,
 }
 
 impl Preview {
-    /// Whether nothing would change.
+    /// Returns whether nothing would change.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// The plan that a cluster settles on: gateways that a plan asks for the first time are assumed to answer.
+/// Returns the plan that a cluster settles on: gateways that a plan asks for the first time are assumed to answer.
 pub fn settled(snapshot: &Snapshot, health: &Health, previous: &Plan) -> Plan {
     let (mut health, mut last) = (health.clone(), plan(snapshot, health, previous));
     for _ in 0..ROUNDS {
@@ -161,7 +161,7 @@ pub fn preview(before: Side<'_>, after: Side<'_>, flows: &[LiveFlow]) -> Preview
     }
 }
 
-/// Blocks come and go all the time, and conflicts have their own list.
+/// Returns whether a change is shown. Blocks come and go all the time, and conflicts have their own list.
 fn is_shown(change: &Change) -> bool {
     !matches!(
         change,
@@ -205,7 +205,7 @@ fn of_endpoints<'a>(snapshot: &'a Snapshot, selection: &Selection<'a>) -> BTreeM
     classes
 }
 
-/// The policy that a table gives for a destination, or for all of a prefix that no entry divides.
+/// Returns the policy that a table gives for a destination, or for all of a prefix that no entry divides.
 fn steers(table: &Table, destination: IpNet) -> Option<&PolicyId> {
     let covering = table.iter().filter(|(net, _)| net.contains(&destination));
     covering.max_by_key(|(net, _)| net.prefix_len()).and_then(|(_, policy)| policy.as_ref())
@@ -233,12 +233,12 @@ fn steering<'a>(
     all
 }
 
-/// What is steered where: the longest prefix that holds a destination says which policy steers it.
+/// Which policy steers which destination: the longest prefix that contains a destination decides.
 type Table = [(IpNet, Option<PolicyId>)];
 
 /// Two tables side by side.
 struct Tables<'a> {
-    /// All prefixes of both, with what the tables say of each.
+    /// All prefixes of both tables, with what each table says about them.
     said: BTreeMap<IpNet, (Option<&'a PolicyId>, Option<&'a PolicyId>)>,
 }
 
@@ -248,7 +248,7 @@ impl<'a> Tables<'a> {
         Self { said: nets.map(|net| (net, (steers(old, net), steers(new, net)))).collect() }
     }
 
-    /// Where they say different things; for no pods yet.
+    /// Returns where the tables differ; for no pods yet.
     fn differences(&self) -> Vec<Steering> {
         let differs = self.said.iter().filter(|(net, said)| said.0 != said.1 && **said != self.around(**net));
         differs
@@ -263,13 +263,13 @@ impl<'a> Tables<'a> {
             .collect()
     }
 
-    /// What the tables say about the next shorter prefix.
+    /// Returns what the tables say about the next shorter prefix.
     fn around(&self, net: IpNet) -> (Option<&'a PolicyId>, Option<&'a PolicyId>) {
         let outer = self.said.iter().filter(|(outer, _)| **outer != net && outer.contains(&net));
         outer.max_by_key(|(outer, _)| outer.prefix_len()).map_or((None, None), |(_, said)| *said)
     }
 
-    /// The parts of a prefix about which they say something else, each once.
+    /// Returns the parts of a prefix about which the tables say something else, each once.
     fn exceptions(&self, net: IpNet) -> BTreeSet<IpNet> {
         let inner = self.said.iter().filter(|(inner, said)| net.contains(*inner) && **said != self.said[&net]);
         IpNet::aggregate(&inner.map(|(inner, _)| *inner).collect()).into_iter().collect()
@@ -324,7 +324,7 @@ fn fate(
     match kept.map(|slot| &slot.owner) {
         Some(Some(to)) if from.as_ref() != Some(to) => Some(Fate::Moves { from, to: to.clone() }),
         Some(Some(_)) => None,
-        // It had none before either.
+        // It had no gateway before either.
         Some(None) if from.is_none() => None,
         Some(None) => Some(Fate::Dropped),
         None if flow.tcp => Some(Fate::Breaks),

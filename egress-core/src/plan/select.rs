@@ -1,7 +1,6 @@
-//! Which policies select which endpoints.
+//! Determines which policies select which endpoints.
 //!
-//! Endpoints that no selector can tell apart form a group, so that the cost grows with groups and not with
-//! policies x endpoints.
+//! Endpoints that no selector can distinguish form a group, so that the cost grows with groups and not with policies x endpoints.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -48,7 +47,7 @@ impl<'a> Selection<'a> {
             let within = namespace.map(|namespaces| namespaces.iter().map(|n| &in_namespace[*n as usize]));
             let size = within.clone().map(|lists| lists.map(Vec::len).sum::<usize>());
             let candidates: Vec<u32> = match (pod, within) {
-                // A selector of one namespace costs no look at the pods of all others, whatever it asks for.
+                // A selector of one namespace does not examine the pods of all others, whatever it requires.
                 (Some(pod), Some(lists)) if size < Some(index.reach(pod)) => {
                     lists.flatten().copied().filter(|at| pod.matches(groups[*at as usize].labels)).collect()
                 }
@@ -80,18 +79,18 @@ impl<'a> Selection<'a> {
         self.by_policy.get(policy).into_iter().flatten().map(|at| &self.groups[*at as usize])
     }
 
-    /// How many endpoints a policy selects.
+    /// Returns how many endpoints a policy selects.
     pub fn count(&self, policy: &PolicyId) -> usize {
         self.groups_of(policy).map(|group| group.members.len()).sum()
     }
 
-    /// The endpoints that a policy selects, sorted.
+    /// Returns the endpoints that a policy selects, sorted.
     pub fn endpoints(&self, policy: &PolicyId) -> BTreeMap<&'a EndpointId, &'a Endpoint> {
         self.groups_of(policy).flat_map(|group| group.members.iter().map(|e| (&e.id, *e))).collect()
     }
 
-    /// The nodes on which a policy's endpoints run, ascending, each as its place in `Snapshot::nodes`, of which there are
-    /// `nodes`. Nodes without an object are left out.
+    /// Returns the nodes on which a policy's endpoints run, ascending, each as its place in `Snapshot::nodes`, of which there are `nodes`.
+    /// Nodes without an object are left out.
     pub fn source_nodes(&self, policy: &PolicyId, nodes: usize) -> Vec<u32> {
         let mut seen = vec![false; nodes];
         for (node, _) in self.groups_of(policy).flat_map(|group| &group.nodes) {
@@ -100,7 +99,7 @@ impl<'a> Selection<'a> {
         (0..nodes as u32).filter(|node| seen[*node as usize]).collect()
     }
 
-    /// How many of a policy's endpoints run on each of its source nodes.
+    /// Returns how many of a policy's endpoints run on each of its source nodes.
     pub fn on_nodes(&self, policy: &PolicyId) -> BTreeMap<u32, u32> {
         let mut groups = self.groups_of(policy);
         let mut counts: BTreeMap<u32, u32> =
@@ -111,7 +110,7 @@ impl<'a> Selection<'a> {
         counts
     }
 
-    /// The different sets of policies that select some endpoint together, and how many endpoints each.
+    /// Returns the different sets of policies that select some endpoint together, and how many endpoints each selects.
     pub fn classes(&self) -> BTreeMap<Vec<&'a PolicyId>, u32> {
         let mut of_group: Vec<Vec<&'a PolicyId>> = vec![Vec::new(); self.groups.len()];
         for (policy, groups) in &self.by_policy {
@@ -127,7 +126,7 @@ impl<'a> Selection<'a> {
     }
 }
 
-/// The policies that select one pod, for an agent that knows its own node's pods only.
+/// Returns the policies that select one pod, for an agent that knows only its own node's pods.
 pub fn selecting<'a>(
     policies: impl IntoIterator<Item = &'a Policy>,
     pod: &Labels,
@@ -146,7 +145,7 @@ struct NodeClasses<'a> {
     classes: Vec<BTreeSet<u32>>,
     /// The place in `Snapshot::nodes` and the class of each node.
     of_node: BTreeMap<&'a NodeName, (u32, u32)>,
-    /// The class of pods on nodes that have no object: with no labels at all.
+    /// The class of pods on nodes without an object, which have no labels at all.
     unknown: u32,
 }
 

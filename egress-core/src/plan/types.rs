@@ -1,4 +1,4 @@
-//! What a plan is made of.
+//! The parts of a plan.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -19,16 +19,16 @@ named! {
         OwnerUnhealthy,
         /// No node matches the node selectors.
         NoGatewaySelected,
-        /// Its pool is gone or its nodeSelector is not understood, and no gateway that it had is left.
+        /// Its pool is gone or its nodeSelector cannot be understood, and none of its former gateways is left.
         SelectorUnknown,
         /// Nodes match the node selectors, but none of them is ready with a fresh lease.
         NoGatewayReady,
         /// Every eligible gateway owns as many egress IPs as it may.
         AtCapacity,
-        /// The address is configured on a node that the node selectors do not select, or that has to have it and does not.
+        /// The address is configured on a node that the node selectors do not select, or must be configured on a selected one and is not.
         AddressElsewhere,
     }
-    /// The name that conditions and tables show.
+    /// Returns the name that conditions and tables show.
     as_str
 }
 
@@ -37,18 +37,18 @@ named! {
 pub struct EgressIpPlan {
     /// The pool that it was taken from.
     pub pool: Option<PoolId>,
-    /// The address is a node's own: it never floats, and only the ports of [`super::blocks::FIXED_BLOCKS`] are used.
+    /// Whether the address is a node's own: it never floats, and only the ports of [`super::blocks::FIXED_BLOCKS`] are used.
     pub fixed: bool,
-    /// The interface that has it, where `fixed`.
+    /// The interface that has it, if `fixed`.
     pub interface: Option<String>,
     /// The carrier that answers for it.
     pub owner: Option<NodeName>,
-    /// The gateways that carry it, the owner first, then in the order in which they take its place. Without an owner those that are
-    /// asked to show that they are alive.
+    /// The gateways that carry it, the owner first, then in the order in which they take its place. Without an owner, those that are asked
+    /// to show that they are alive.
     pub carriers: Vec<NodeName>,
     /// The gateway that it goes back to.
     pub preferred: Option<NodeName>,
-    /// Grows by one with each change of owner; 0: it never had one.
+    /// Grows by one with each change of owner; 0 if it never had one.
     pub epoch: u64,
     /// The policies that use it, with the weight of its slot.
     pub users: BTreeMap<PolicyId, u32>,
@@ -56,26 +56,26 @@ pub struct EgressIpPlan {
     pub reason: OwnerReason,
     /// How many blocks of it each source node may count on. If `scarce`, a node that holds more gives idle ones back.
     pub share: u32,
-    /// A node that needs a block of it cannot have one.
+    /// Whether a node that needs a block of it cannot have one.
     pub scarce: bool,
-    /// A source node that should have a block has none. A node that holds more than the share takes no new ports from
-    /// the rest of its blocks, however much it needs them, and gives each back when its last flow ends.
+    /// Whether a source node that should have a block has none. Then a node that holds more than the share takes no new ports from the rest
+    /// of its blocks, however much it needs them, and gives each back when its last flow ends.
     pub starved: bool,
     /// How packets reach it and leave with it, from its pool; agents need it when the pool is gone.
     pub attachment: NetworkAttachment,
-    /// It was taken out of its pool: connections that it has continue, and it gets no new ones.
+    /// Whether it was taken out of its pool: its connections continue, and it gets no new ones.
     pub draining: bool,
 }
 
 impl EgressIpPlan {
-    /// Its carriers, if it has an owner. The plan of an earlier version's controller names the owner only.
+    /// Returns its carriers in order. The plan of an earlier version's controller names only the owner.
     pub fn order(&self) -> impl Iterator<Item = &NodeName> {
         let owner = self.owner.iter().filter(|_| self.carriers.is_empty());
         self.carriers.iter().chain(owner)
     }
 }
 
-/// The egress IPs of an endpoint under a `PerEndpoint` policy, one a family.
+/// The egress IPs of an endpoint under a `PerEndpoint` policy, one per family.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Assigned {
     /// For IPv4 destinations.
@@ -85,7 +85,7 @@ pub struct Assigned {
 }
 
 impl Assigned {
-    /// The one for destinations of this family.
+    /// Returns the egress IP for destinations of this family.
     pub fn get(&self, family: Family) -> Option<IpAddr> {
         match family {
             Family::V4 => self.v4.map(IpAddr::V4),
@@ -93,7 +93,7 @@ impl Assigned {
         }
     }
 
-    /// Sets the one of the address's family.
+    /// Sets the egress IP of the address's family.
     pub fn set(&mut self, address: IpAddr) {
         match address {
             IpAddr::V4(v4) => self.v4 = Some(v4),
@@ -116,7 +116,7 @@ pub enum BlockState {
 pub struct BlockLease {
     /// Its holder.
     pub node: NodeName,
-    /// The revision that it was granted with: it may be used when the owner of the egress IP has programmed this.
+    /// The revision that it was granted with: the block may be used once the carriers of the egress IP have programmed this revision.
     pub revision: u64,
     /// Whether it may be used.
     pub state: BlockState,
@@ -131,26 +131,26 @@ named! {
     pub enum ConditionKind {
         /// Matching traffic leaves as the policy says.
         Ready,
-        /// It does, but not all that was asked for is there.
+        /// Matching traffic leaves, but not everything that was requested is available.
         Degraded,
-        /// Another policy comes first on some of its traffic or addresses.
+        /// Another policy takes precedence for some of its traffic or addresses.
         Conflicting,
     }
-    /// The `type` of the condition.
+    /// Returns the `type` of the condition.
     as_str
 }
 
 named! {
-    /// Why a condition is what it is, in one word.
+    /// The reason of a condition, in one word.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
     pub enum Reason {
         /// Nothing is wrong.
         AsExpected,
-        /// The policy names a pool that is not there.
+        /// The policy names a pool that does not exist.
         PoolNotFound,
         /// The pool is not for the policy's namespace.
         NotAllowed,
-        /// The policies of its namespace may not have as many addresses of a pool as they ask for.
+        /// The policies of its namespace may not have as many addresses of a pool as they request.
         QuotaExceeded,
         /// A pool has no free address left.
         PoolExhausted,
@@ -160,7 +160,7 @@ named! {
         Draining,
         /// A wanted address belongs to another policy, a node or a router.
         AddressInUse,
-        /// Two policies let the same address float over nodes that have none in common.
+        /// Two policies let the same address float over nodes, and have no node in common.
         SelectorsDisagree,
         /// There is no egress IP of a family that the policy steers.
         NoAddress,
@@ -185,7 +185,7 @@ named! {
         /// The object, or a pool that it names, cannot be carried out as it is written.
         Invalid,
     }
-    /// The `reason` of the condition.
+    /// Returns the `reason` of the condition.
     as_str
 }
 
@@ -194,9 +194,9 @@ named! {
 pub struct Condition {
     /// Whether it holds.
     pub holds: bool,
-    /// Why, in one word.
+    /// The reason, in one word.
     pub reason: Reason,
-    /// Why, in a sentence that names object, field and remedy.
+    /// The reason, in a sentence that names object, field and remedy.
     pub message: String,
 }
 
@@ -217,7 +217,7 @@ pub struct Slot {
     pub reason: OwnerReason,
     /// How many endpoints are assigned to it (`PerEndpoint`).
     pub endpoints: u32,
-    /// It gets no new connections, because it was taken out of its pool.
+    /// Whether it gets no new connections because it was taken out of its pool.
     pub draining: bool,
 }
 
@@ -234,29 +234,29 @@ pub struct PolicyOutcome {
     pub behind: BTreeSet<NodeName>,
     /// Pods of it that a node cannot serve, and why.
     pub pods: BTreeMap<EndpointId, (TroubleKind, String)>,
-    /// Which policies come first on which of its destination prefixes, for some of its pods.
+    /// The policies that take precedence, and on which of its destination prefixes, for some of its pods.
     pub conflicts: BTreeMap<PolicyId, BTreeSet<IpNet>>,
 }
 
 /// Everything that the controller decides.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// By address.
+    /// The egress IPs, by address.
     pub egress_ips: BTreeMap<IpAddr, EgressIpPlan>,
-    /// Of the `PerEndpoint` policies.
+    /// The assignments of the `PerEndpoint` policies.
     pub assignments: BTreeMap<PolicyId, BTreeMap<EndpointId, Assigned>>,
-    /// By egress IP. A removed egress IP stays here until its last block has come back.
+    /// The blocks, by egress IP. A removed egress IP stays here until its last block has come back.
     pub blocks: BTreeMap<IpAddr, Blocks>,
     /// The revision of the latest grant of blocks.
     pub lease_revision: u64,
-    /// By policy, for every policy of the snapshot.
+    /// The outcomes, by policy, for every policy of the snapshot.
     pub outcomes: BTreeMap<PolicyId, PolicyOutcome>,
 }
 
 impl Plan {
-    /// The highest revision of a lease of each node that has any.
+    /// Returns the highest revision of a lease of each node that has any.
     pub fn highest_leases(&self) -> BTreeMap<NodeName, u64> {
-        // By hash: names of nodes have long common prefixes, and a gateway of 5,000 nodes has 60,000 leases.
+        // A hash map, because node names have long common prefixes, and a gateway for 5,000 nodes has 60,000 leases.
         let mut highest: HashMap<&NodeName, u64> = HashMap::new();
         for lease in self.blocks.values().flat_map(BTreeMap::values) {
             let revision = highest.entry(&lease.node).or_default();
@@ -265,7 +265,7 @@ impl Plan {
         highest.into_iter().map(|(node, revision)| (node.clone(), revision)).collect()
     }
 
-    /// The highest revision of a lease of one node; 0 if it has none.
+    /// Returns the highest revision of a lease of one node; 0 if it has none.
     pub fn highest_lease_of(&self, node: &NodeName) -> u64 {
         let all = self.blocks.values().flat_map(BTreeMap::values);
         all.filter(|lease| lease.node == *node).map(|lease| lease.revision).max().unwrap_or(0)

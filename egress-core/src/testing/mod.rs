@@ -1,4 +1,4 @@
-//! For tests, including those of the crates above: links, and clusters of any shape.
+//! Fixtures for tests, including those of the crates above: links, and clusters of any shape.
 #![allow(missing_docs, clippy::unwrap_used, reason = "each is named after what it makes, and belongs to tests")]
 
 pub mod world;
@@ -8,7 +8,7 @@ use crate::network::{
     links::{DefaultRoute, Link, LinkKind, TABLE_MAIN},
 };
 
-/// A physical link that is up.
+/// Returns a physical link that is up.
 pub fn link(index: u32, name: &str) -> Link {
     Link {
         name: name.to_owned(),
@@ -25,7 +25,7 @@ pub fn link(index: u32, name: &str) -> Link {
     }
 }
 
-/// A default route of the main table.
+/// Returns a default route of the main table.
 pub fn default_route(oif: u32, gateway: &str) -> DefaultRoute {
     DefaultRoute { ipv6: false, table: TABLE_MAIN, metric: 0, oif, gateway: gateway.parse().ok(), source: None }
 }

@@ -51,7 +51,7 @@ pub fn returned(seconds: u64) -> NodeHealth {
     }
 }
 
-/// A lease that was seen once.
+/// Returns the health of a node whose lease was seen once.
 pub fn unproven() -> NodeHealth {
     NodeHealth { lease: LeaseState::Fresh { since: Duration::ZERO, returned: false, proven: false }, gone: false }
 }
@@ -84,7 +84,7 @@ pub fn gateway(nodes: Selector, address: AddressSource) -> Gateway {
     Gateway { nodes, address, choice: NodeChoice::Every, weight: 1 }
 }
 
-/// A policy for all pods and all IPv4 destinations.
+/// Returns a policy for all pods and all IPv4 destinations.
 pub fn policy(name: &str, source: Source) -> Policy {
     Policy {
         id: PolicyId::new(PolicyKind::Native, name),
@@ -113,8 +113,8 @@ pub fn add_pod(snapshot: &mut Snapshot, name: &str, node: &str, labels: Labels) 
     snapshot.endpoints.insert(id.clone(), Endpoint { id, node: node.into(), ips: BTreeSet::new(), labels });
 }
 
-/// `gateways` healthy gateways gw0.. (label gateway=yes), `workers` nodes w0.. with a pod each, and the pool "public" of
-/// 10.0.0.1 to 10.0.3.255.
+/// Returns `gateways` healthy gateways gw0.. (label gateway=yes), `workers` nodes w0.. with a pod each, and the pool "public" of 10.0.0.1
+/// to 10.0.3.255.
 pub fn cluster(gateways: usize, workers: usize) -> (Snapshot, Health) {
     let (mut snapshot, mut health) = (Snapshot::default(), Health::default());
     for n in 0..gateways {
@@ -175,7 +175,7 @@ fn arbitrary_health() -> impl Strategy<Value = NodeHealth> {
         1 => Just(unproven()), 2 => Just(lapsed()), 1 => Just(NodeHealth::default())]
 }
 
-/// A node with what its agent says: addresses out of a small range, so that they meet egress IPs.
+/// Returns nodes with their agents' reports: addresses from a small range, so that they collide with egress IPs.
 fn arbitrary_node(n: usize) -> impl Strategy<Value = Node> {
     let zone = prop::option::of(prop::sample::select(vec!["x", "y"]));
     let limit = prop::option::weighted(0.2, 0u32..4);
@@ -272,7 +272,7 @@ fn arbitrary_policy(n: usize) -> impl Strategy<Value = Policy> {
     )
 }
 
-/// Policies that say little but differ in destinations.
+/// Returns simple policies that differ in destinations.
 pub fn arbitrary_policies(max: usize) -> impl Strategy<Value = BTreeMap<PolicyId, Policy>> {
     let one = (nets(4), nets(3), 0i64..3);
     prop::collection::vec(one, 1..=max).prop_map(|all| {
@@ -290,7 +290,7 @@ pub struct TestCluster {
     pub health: Health,
 }
 
-/// Any small cluster.
+/// Returns any small cluster.
 pub fn arbitrary_cluster() -> impl Strategy<Value = TestCluster> {
     let nodes = (1usize..8).prop_flat_map(|n| {
         ((0..n).map(arbitrary_node).collect::<Vec<_>>(), prop::collection::vec(arbitrary_health(), n))

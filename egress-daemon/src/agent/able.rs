@@ -1,4 +1,4 @@
-//! Keeps this node marked as able to carry egress IPs until an agent can decide it.
+//! Keeps this node marked as able to carry egress IPs until the agent can decide whether it is.
 
 use egress_common::egress::deadline;
 use egress_core::agent::heartbeat;
@@ -9,8 +9,8 @@ use egress_node::datapath::{
 };
 use std::{future::Future, time::Duration};
 
-/// Waits for what an agent needs before it can decide anything. Meanwhile the programs continue as an earlier agent left them: if it marked
-/// this node as able to carry egress IPs until a deadline that has not passed, the deadline is extended.
+/// Waits for `ready`, without which the agent can decide nothing. Meanwhile the programs keep the state that an earlier agent left. If that
+/// agent marked this node as able to carry egress IPs and its deadline has not passed, extends the deadline.
 pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<Output = T>) -> Result<T, MapsError> {
     let mut maps = Maps::open(pins)?;
     let mut ready = std::pin::pin!(ready);
@@ -25,7 +25,7 @@ pub async fn while_waiting<T>(pins: &Pins, length: Duration, ready: impl Future<
     }
 }
 
-/// The deadline after `until`, which an earlier agent set; none if `until` has passed.
+/// Returns the deadline that replaces `until`, which an earlier agent set. Returns `None` if `until` has passed.
 pub fn renewed(until: u64, now: u64, length: Duration) -> Option<u64> {
     (now < until).then(|| now + length.as_nanos() as u64)
 }

@@ -1,4 +1,4 @@
-//! Carrying out what the machine wants done.
+//! Carries out the machine's actions.
 
 use super::{Agent, AgentSettings, hooks::Wanted, status, tell};
 use crate::store::{
@@ -32,7 +32,7 @@ use std::{
     time::Duration,
 };
 
-/// What decides where programs are attached.
+/// Returns the inputs that determine where programs are attached.
 pub(super) fn wanted(
     rules: InterfaceRules,
     tunnel: &tunnel::Tunnel,
@@ -108,7 +108,7 @@ impl Agent {
     }
 
     fn read_counters(&mut self) {
-        // The time is taken first: anything counted later is news at the next read.
+        // The time is taken before the counters are read, so later counts appear as changes at the next read.
         let now = self.now();
         let read = |counter| self.maps.counter(counter);
         match (read(Counter::ProbeAnswered), read(Counter::PortsTight)) {
@@ -122,11 +122,11 @@ impl Agent {
         self.reopen_tunnel().await;
         self.routes.check_secured();
         self.advertised.look_again();
-        // This walks the kernel's whole socket table, which takes seconds where a million connections end.
+        // This walks the kernel's whole socket table, which takes seconds on a node with a million connections.
         self.sockets.begin_sparingly(NodePorts::read);
     }
 
-    /// Ensures that the tunnel device exists: anybody may have deleted it.
+    /// Ensures that the tunnel device exists. Another program may have deleted it.
     async fn reopen_tunnel(&mut self) {
         match tunnel::ensure(&self.netlink.handle, &self.settings.tunnel).await {
             Ok(tunnel) if tunnel.index == self.tunnel.index => {}
@@ -142,13 +142,13 @@ impl Agent {
         }
     }
 
-    /// Whether no pod can be behind an interface without our programs.
+    /// Returns whether every pod is behind an interface that has our programs.
     async fn are_pods_covered(&self) -> bool {
         self.links.is_up_to_date(&self.netlink.handle).await
             && self.hooks.cover(&classify(&self.links.current(), &self.machine.rules()))
     }
 
-    /// Ensures that the host-stack path exists before any packet is sent along it.
+    /// Ensures that the host-stack path exists before any packet takes it.
     pub(super) async fn make_stack_path(
         &mut self,
         selects: bool,
@@ -171,7 +171,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Creates the shaper if some egress IP has a limit, and removes it if none has.
+    /// Creates the shaper if an egress IP has a limit (`wanted`), and removes it otherwise.
     async fn make_shaper(&mut self, wanted: bool) {
         let done = match wanted {
             true => self.shaper.ensure(&self.netlink.handle).await.map(drop),
@@ -218,8 +218,8 @@ impl Agent {
         }
     }
 
-    /// Keeps the lease while the plan uses this node as a gateway and packets of egress IPs can leave it. Otherwise releases a lease that
-    /// an earlier agent left: it would report the node as alive.
+    /// Holds the lease while the plan uses this node as a gateway and packets of egress IPs can leave it. Otherwise releases the lease,
+    /// even one that an earlier agent left, because it would report the node as alive.
     fn keep_lease(&mut self, wanted: bool) {
         let key = Key { namespace: LEASE_NAMESPACE.into(), name: gateway_lease(self.node.as_str()) };
         if self.releasing.is_busy() {
@@ -239,7 +239,7 @@ impl Agent {
         }
     }
 
-    /// Whether the store says that this node has its lease.
+    /// Returns whether this node holds its lease according to the store.
     fn holds(&self, key: &Key) -> bool {
         let lease = self.store.get::<Lease>(key);
         let holder = lease.as_ref().and_then(|lease| lease.spec.as_ref()?.holder_identity.as_deref());
@@ -260,14 +260,14 @@ impl Agent {
     /// Writes the status if it differs.
     fn write_status(&mut self) {
         let store = self.store.clone();
-        // As it is now: what was observed last may lack this agent's own last write, with which the next one would conflict.
+        // Read the current object. The observed one may lack this agent's last write, and the next write would then conflict.
         let present = store.get::<EgressNode>(&Key::cluster(self.node.as_str()));
         let Some(present) = present.map(Arc::unwrap_or_clone) else {
             let object = EgressNode::joining(self.node.as_str(), self.machine.facts().is_named());
-            // The cache shows it soon; then its status is written.
+            // The status is written once the cache has the object.
             self.machine.handle_news();
             return self.writing.begin_task(async move {
-                // The controller makes it, too. Where many nodes join, each refused write counts.
+                // The controller also creates this object. Check first, because refused writes add up when many nodes join.
                 match store.has::<EgressNode>(&Key::of(&object)).await {
                     true => Ok(()),
                     false => store.create(&object).await.map(drop),
@@ -281,12 +281,12 @@ impl Agent {
             return self.machine.handle_status(true);
         }
         let object = EgressNode { status: Some(status), ..present };
-        // Nothing here waits for an API server.
+        // The agent's loop must not wait for an API server.
         self.writing.begin_task(async move { store.replace_status(&object).await.map(drop) });
     }
 
-    /// The blocks that this node itself uses on any of its addresses. For an address that a policy may choose, they must be
-    /// known before its blocks are leased. The tunnel's own port has no socket that could be found.
+    /// Returns the port blocks that this node itself uses on any of its addresses. A policy may choose one of these addresses, and the
+    /// controller must know its blocks before it leases them. The tunnel's port is added because it has no socket that could be found.
     pub(super) fn occupied_blocks(&self) -> Vec<u16> {
         let Some(ports) = &self.node_ports else { return Vec::new() };
         let addresses = self.machine.facts().addresses().into_iter();
@@ -297,7 +297,7 @@ impl Agent {
     }
 }
 
-/// The shaper's classes for these tables: two for each egress IP with limits, outbound and inbound.
+/// Returns the shaper's classes for these tables: an outbound and an inbound class for each egress IP with limits.
 fn classes_of_shaper(tables: &Tables, limits: &BTreeMap<IpAddr, [Bandwidth; 2]>) -> BTreeMap<u16, Rate> {
     let limited = tables.egress_ips.iter().filter_map(|(index, e)| {
         Some((u16::try_from(*index).ok()?, limits.get(&net::from_any(e.addr)).filter(|_| e.queue != 0)?))

@@ -1,15 +1,15 @@
-//! Runs slow work in a thread or a task of its own: the agent's loop has deadlines, a table may hold a million flows, and an API server
-//! may not answer.
+//! Runs slow work in a separate thread or task. The agent's loop has deadlines, but a table may hold a million flows, and an API server may
+//! not answer.
 
 use std::time::{Duration, Instant};
 use tokio::task::{JoinHandle, spawn, spawn_blocking};
 
-/// Work that is done sparingly pauses this many times as long as it took: it gets 2 % of a processor at most.
+/// Sparing work pauses for this many times its duration, so that it uses at most 2 % of a processor.
 const REST: u32 = 50;
-/// It pauses no longer than this: work that took long may have been stopped in the middle.
+/// The longest such pause. Work that took long may have been suspended in the middle.
 const REST_AT_MOST: Duration = Duration::from_secs(60);
 
-/// One piece of work at a time.
+/// A background worker that runs one piece of work at a time.
 #[derive(Debug)]
 pub struct Aside<T> {
     running: Option<(JoinHandle<T>, Instant)>,
@@ -23,29 +23,29 @@ impl<T> Default for Aside<T> {
 }
 
 impl<T: Send + 'static> Aside<T> {
-    /// Whether something is under way.
+    /// Returns whether work is in progress.
     pub fn is_busy(&self) -> bool {
         self.running.is_some()
     }
 
-    /// Begins, unless something is under way.
+    /// Starts `work` in a thread unless work is in progress.
     pub fn begin(&mut self, work: impl FnOnce() -> T + Send + 'static) {
         self.running.get_or_insert_with(|| (spawn_blocking(work), Instant::now()));
     }
 
-    /// Begins, unless something is under way or the last work took so long that it is too early for more.
+    /// Starts `work` in a thread unless work is in progress or the pause after the last work has not passed.
     pub fn begin_sparingly(&mut self, work: impl FnOnce() -> T + Send + 'static) {
         if self.rest_until.is_none_or(|until| Instant::now() >= until) {
             self.begin(work);
         }
     }
 
-    /// Begins asynchronous work, unless something is under way.
+    /// Starts asynchronous work unless work is in progress.
     pub fn begin_task(&mut self, work: impl Future<Output = T> + Send + 'static) {
         self.running.get_or_insert_with(|| (spawn(work), Instant::now()));
     }
 
-    /// Waits for the work under way, forever if there is none. `None` if it has failed. Cancel safe.
+    /// Waits for the work in progress, or forever if there is none. Returns `None` if the work has failed. Cancel safe.
     pub async fn done(&mut self) -> Option<T> {
         if let Some((task, began)) = &mut self.running {
             let done = task.await;

@@ -1,4 +1,4 @@
-//! Counts flows and the ports that they use, in the background: the tables may hold a million flows.
+//! Counts flows and the ports that they use, in the background, because the tables may hold a million flows.
 
 use super::{Agent, tell};
 use egress_common::{
@@ -12,21 +12,21 @@ use egress_core::agent::{
 use egress_node::datapath::maps::{Maps, MapsError};
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 
-/// The CPU time of this thread.
+/// Returns the CPU time of this thread.
 fn thread_time() -> Duration {
     nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
-/// What a count has found.
+/// The result of a count.
 pub(super) struct Count {
-    /// For the machine.
+    /// The machine's part.
     counted: Counted,
-    /// Flows by account.
+    /// The number of flows of each account.
     accounts: BTreeMap<u32, u64>,
 }
 
 impl Agent {
-    /// Begins to count the ports that flows of this node use.
+    /// Starts to count the ports that flows of this node use.
     pub(super) fn begin_count(&mut self, growth: Growth) {
         let (maps, began) = (self.maps.clone(), self.now());
         let tables = self.writer.present();
@@ -41,7 +41,7 @@ impl Agent {
         });
     }
 
-    /// Takes in the result of a count.
+    /// Processes the result of a count.
     pub(super) fn take_count(&mut self, Count { counted, accounts }: Count) {
         let peaks = counted.ports.as_ref().map(Ports::peaks);
         self.machine.handle_ports(counted, self.now());
@@ -56,13 +56,13 @@ impl Agent {
     }
 }
 
-/// The result of a failed count.
+/// Returns the result of a failed count.
 pub(super) fn failed(now: Duration) -> Count {
     Count { counted: Counted { ports: None, began: now, took: Duration::ZERO }, accounts: BTreeMap::new() }
 }
 
-/// Counts the ports that flows in the maps use, for the egress IPs known by index and generation, and adds up the flows of each
-/// account.
+/// Counts the ports that flows in the maps use with the egress IPs in `known`, by index and generation. Adds the number of each account's
+/// flows to `accounts`.
 fn count_ports(
     maps: &Maps,
     known: &BTreeMap<u32, (u32, IpAddr)>,

@@ -1,4 +1,4 @@
-//! Reads the objects: everything that an agent needs to know of them, and whether any of it has changed.
+//! Reads the objects' fields that an agent needs, and detects whether any of them has changed.
 
 use crate::store::Store;
 use egress_core::{
@@ -29,17 +29,17 @@ use std::{
     sync::Arc,
 };
 
-/// The objects as they were read last, and what they mean.
+/// The objects of the last read, and the model that was made from them.
 #[derive(Default)]
 pub struct ObservedObjects {
     objects: snapshot::ApiObjects,
-    /// Where the object of each policy is in the list of its kind.
+    /// The index of each policy's object in the list of its kind.
     policies: BTreeMap<PolicyId, usize>,
-    /// Where the object of each egress IP is, by its name.
+    /// The index of each egress IP's object, by its name.
     egress_ips: HashMap<String, usize>,
-    /// What they mean.
+    /// The model of the objects.
     pub meant: Arc<Objects>,
-    /// What could not be understood.
+    /// The parts of the objects that could not be understood.
     pub problems: Vec<Problem>,
 }
 
@@ -51,7 +51,7 @@ impl Deref for ObservedObjects {
     }
 }
 
-/// Where policies of a kind are in a list of objects.
+/// Returns the index of each policy in a list of objects of one kind.
 fn places<T: Resource>(kind: PolicyKind, objects: &[Arc<T>]) -> impl Iterator<Item = (PolicyId, usize)> {
     objects.iter().enumerate().map(move |(at, object)| (PolicyId::new(kind, &translate::name(object.meta())), at))
 }
@@ -60,8 +60,8 @@ fn same<T>(a: &[Arc<T>], b: &[Arc<T>]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
 }
 
-/// Whether these objects of users are the same in all that is read here. Of a status that is at most its conditions: the controller
-/// writes numbers into it that change all the time.
+/// Returns whether two lists of users' objects agree in all fields that the agent reads. Of a status it reads at most the conditions,
+/// because the controller also writes numbers there that change all the time.
 fn alike<T>(a: &[Arc<T>], b: &[Arc<T>], conditions: impl Fn(&T::Status) -> &[Condition]) -> bool
 where
     T: Resource + HasSpec<Spec: PartialEq> + HasStatus,
@@ -78,7 +78,7 @@ where
 impl ObservedObjects {
     /// Reads the objects. Returns whether any has changed. Pods of other nodes are left out.
     pub fn read(&mut self, store: &Store, node: &NodeName) -> bool {
-        // First: what follows has at least as much.
+        // Read this first: the lists below are then at least as complete.
         let partial = !store.is_whole::<EgressNode>();
         let on_node = |p: &Arc<Pod>| p.spec.as_ref().is_some_and(|s| s.node_name.as_deref() == Some(node.as_str()));
         let objects = snapshot::ApiObjects {
@@ -99,7 +99,7 @@ impl ObservedObjects {
         self.take(objects, partial)
     }
 
-    /// Replaces the objects. Returns whether anything has changed that is read here. `partial`: EgressNodes are missing.
+    /// Replaces the objects. Returns whether any field that the agent reads has changed. `partial` says that EgressNodes are missing.
     pub fn take(&mut self, objects: snapshot::ApiObjects, partial: bool) -> bool {
         let old = &self.objects;
         if partial == self.meant.partial
@@ -134,12 +134,12 @@ impl ObservedObjects {
         true
     }
 
-    /// This node's own object.
+    /// Returns this node's own object.
     pub fn egress_node(&self, node: &NodeName) -> Option<&Arc<EgressNode>> {
         self.objects.egress_nodes.iter().find(|n| n.metadata.name.as_deref() == Some(node.as_str()))
     }
 
-    /// The conditions of a policy, as the controller wrote them.
+    /// Returns the conditions that the controller wrote for a policy.
     pub fn policy_conditions(&self, policy: &PolicyId) -> impl Iterator<Item = &Condition> {
         let at = self.policies.get(policy).copied();
         let objects = &self.objects;
@@ -152,7 +152,7 @@ impl ObservedObjects {
         conditions.into_iter().flatten()
     }
 
-    /// Whether nobody waits for this node to carry a policy out: it is gone, or every node has had this version of it.
+    /// Returns whether the controller awaits no report on a policy: the policy is gone, or every node has programmed this generation.
     pub fn is_settled(&self, policy: &PolicyId, generation: i64) -> bool {
         let had = |c: &Condition| (c.type_.as_str(), c.status.as_str()) == (PROGRAMMED, "True");
         let of_generation = |c: &Condition| c.observed_generation == Some(generation);
@@ -160,7 +160,7 @@ impl ObservedObjects {
             || self.policy_conditions(policy).any(|c| had(c) && of_generation(c))
     }
 
-    /// The conditions of an egress IP, as the controller wrote them.
+    /// Returns the conditions that the controller wrote for an egress IP.
     pub fn egress_ip_conditions(&self, address: IpAddr) -> impl Iterator<Item = &Condition> {
         let object = self.egress_ips.get(&egress_ip_name(address)).map(|at| &self.objects.egress_ips[*at]);
         object.and_then(|e| e.status.as_ref()).into_iter().flat_map(|s| &s.conditions)

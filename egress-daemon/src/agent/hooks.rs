@@ -1,5 +1,5 @@
-//! Keeps the programs attached to their hooks, in a task of its own: a pod sends its first packet milliseconds after
-//! its interface appears, and must not find the agent busy with something else.
+//! Keeps the programs attached to their hooks, in a separate task. A pod sends its first packet milliseconds after its
+//! interface appears, so attaching must not wait until the agent's loop is free.
 
 use super::{
     native::{self, Natives},
@@ -26,22 +26,22 @@ use tokio::{
     task::{JoinHandle, block_in_place},
 };
 
-/// How often the hooks are checked although nothing seems to have changed: anybody may detach a program, or attach one before it.
+/// The interval at which the hooks are checked without a change. Other software may detach a program or attach one before it.
 const VERIFY: Duration = Duration::from_secs(1);
 
-/// One in this many checks searches all interfaces for foreign programs. New interfaces are searched at once.
+/// One in this many checks searches all interfaces for foreign programs. New interfaces are searched immediately.
 const SEARCH: u32 = 5;
 
-/// What decides where programs are attached, besides the links.
+/// The inputs besides the links that determine where programs are attached.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// What decides the roles of links.
+    /// The rules for the roles of links.
     pub rules: InterfaceRules,
-    /// The tunnel device.
+    /// The index of the tunnel device.
     pub tunnel: u32,
-    /// Whether packets are taken off the underlay's interfaces before the tunnel device sees them.
+    /// Whether programs take packets off the underlay's interfaces before the tunnel device sees them.
     pub underlay: bool,
-    /// The far end of the shaper, where there is one.
+    /// The far end of the shaper, if it exists.
     pub shaper: Option<u32>,
     /// Whether a gateway's packets may be forwarded at the driver.
     pub xdp: Xdp,
@@ -49,18 +49,18 @@ pub struct Wanted {
     pub gateway: bool,
 }
 
-/// What the task has found.
+/// The task's findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Seen {
     /// The hooks that hold our programs.
     hooks: BTreeSet<Hook>,
-    /// What may bring packets into a pod past `pod_ingress`, for display.
+    /// The foreign program that may deliver packets to a pod past `pod_ingress`, for display.
     bypass: Option<String>,
     /// The drivers that hold a gateway's program, and why others do not.
     native: Natives,
 }
 
-/// The task.
+/// A handle to the task that attaches programs.
 pub struct Hooks {
     wanted: watch::Sender<Wanted>,
     errors: watch::Receiver<Vec<String>>,
@@ -70,7 +70,7 @@ pub struct Hooks {
 }
 
 impl Hooks {
-    /// Attaches programs, and keeps doing so as links and `traces` come and go.
+    /// Starts the task, which attaches programs as links and `traces` come and go.
     pub fn start(
         attacher: Attacher,
         links: watch::Receiver<Arc<LinkTable>>,
@@ -85,46 +85,46 @@ impl Hooks {
         Self { wanted, errors, seen, mode, task }
     }
 
-    /// Ends the task, and waits until it has: it may be attaching. Otherwise it could attach and pin programs while a cleanup removes them.
+    /// Ends the task and waits for its end. Otherwise it could still attach and pin programs while a cleanup removes them.
     pub async fn stop(&mut self) {
         self.task.abort();
-        // That it was cancelled is no error.
+        // The cancellation is not an error.
         let _ = (&mut self.task).await;
     }
 
-    /// How programs are attached.
+    /// Returns how programs are attached.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// Replaces what decides where programs are attached.
+    /// Replaces the inputs that determine where programs are attached.
     pub fn set(&self, wanted: Wanted) {
         self.wanted.send_replace(wanted);
     }
 
-    /// Whether every pod interface in `roles` has its programs, or cannot have them.
+    /// Returns whether every pod interface in `roles` has its programs or cannot have them.
     pub fn cover(&self, roles: &Roles) -> bool {
         let seen = self.seen.borrow();
         roles.pods.iter().all(|index| seen.hooks.contains(&("pod_egress", *index)))
     }
 
-    /// The interfaces at which outgoing packets are inspected.
+    /// Returns the interfaces at which outgoing packets are inspected.
     pub fn exits(&self) -> BTreeSet<u32> {
         self.seen.borrow().hooks.iter().filter(|hook| hook.0 == "exit_egress").map(|hook| hook.1).collect()
     }
 
-    /// Waits until programs were attached for the first time, or could not be.
+    /// Waits for the first attempt to attach programs.
     pub async fn started(&mut self) {
         // The channel closes only when the task ends.
         let _ = self.seen.wait_for(|seen| !seen.hooks.is_empty()).await;
     }
 
-    /// The foreign program that may bring packets into a pod past `pod_ingress`, and where it is.
+    /// Returns the foreign program that may deliver packets to a pod past `pod_ingress`, and its location.
     pub fn bypass(&self) -> Option<String> {
         self.seen.borrow().bypass.clone()
     }
 
-    /// For each interface of a gateway: whether its program is at the driver, or why not.
+    /// Returns for each interface of a gateway whether its program is at the driver, or why not.
     pub fn native(&self) -> Natives {
         self.seen.borrow().native.clone()
     }
@@ -136,7 +136,7 @@ impl Hooks {
         }
     }
 
-    /// What could not be attached.
+    /// Returns the errors of the last attempt to attach programs.
     pub fn errors(&self) -> Vec<String> {
         self.errors.borrow().clone()
     }
@@ -185,7 +185,7 @@ async fn keep(
         };
         hooks.extend(found.hooks().clone());
         let errors = block_in_place(|| {
-            // First what a program at a driver needs.
+            // Fill the maps that a program at a driver needs before it is attached.
             found.allow(devices.as_mut());
             attacher.sync(&hooks, &names, all)
         });
@@ -199,11 +199,11 @@ async fn keep(
             *old = errors;
             changed
         });
-        // Nothing may leave through an exit that cannot have its program.
+        // An exit without its program must not count, because nothing may leave through it.
         let seen = hooks.into_keys().filter(|hook| hook.0 != "exit_egress" || attacher.attached().contains_key(hook));
         let seen: BTreeSet<Hook> = seen.collect();
         looks += u32::from(all);
-        // After ours are attached, those of an earlier agent are gone.
+        // Search after attaching: the programs of an earlier agent are then gone.
         let ours = attacher.programs();
         let bypass = block_in_place(|| lookout.look(&names, &ours, all && looks % SEARCH == 0)).map(str::to_owned);
         log(saw.borrow().bypass.as_deref(), bypass.as_deref());
@@ -216,7 +216,7 @@ async fn keep(
     }
 }
 
-/// Logs once when packets become able, or cease to be able, to reach pods past our programs.
+/// Logs when a foreign program begins or ceases to be able to deliver packets to pods past our programs.
 fn log(before: Option<&str>, now: Option<&str>) {
     match (before, now) {
         (None, Some(stranger)) => tracing::warn!(
@@ -229,8 +229,8 @@ fn log(before: Option<&str>, now: Option<&str>) {
     }
 }
 
-/// The hooks that should hold our programs. An interface has one program at its ingress, so their order never matters:
-/// the underlay's program does the uplink's work as well.
+/// Returns the hooks that should hold our programs. Each interface has one program at its ingress, so that no order matters;
+/// the underlay's program also does the uplink's work.
 fn hooks(roles: &Roles, wanted: &Wanted, table: &LinkTable, names: &BTreeMap<u32, String>) -> BTreeMap<Hook, String> {
     let tunnel = wanted.tunnel;
     let ethernet = |i: &u32| table.links.get(i).is_some_and(|link| link.mac.is_some() && !link.kind.is_tunnel());

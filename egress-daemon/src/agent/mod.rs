@@ -1,7 +1,7 @@
 //! The agent: follows objects, links and probes, and programs the node's datapath accordingly.
 //!
-//! `egress_core::agent::machine` decides what to do and in which order. `node` is the loop, `actions` carries out the decisions;
-//! `status` and `tell` make what the agent reports.
+//! `egress_core::agent::machine` decides what to do and in which order. `node` is the loop, and `actions` carries out the decisions.
+//! `status` and `tell` produce the agent's reports.
 
 pub mod able;
 mod actions;

@@ -1,4 +1,4 @@
-//! A gateway's program at drivers: the interfaces that have it, and why others do not.
+//! The gateway's program at drivers (XDP): the interfaces that have it, and why others do not.
 
 use egress_common::egress::VlanSide;
 use egress_core::network::{
@@ -13,23 +13,23 @@ use egress_node::datapath::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By interface: whether the program is at its driver or that of its card, or why not.
+/// For each interface, whether the program is at its driver or its card's driver, or why not.
 pub type Natives = BTreeMap<String, Result<(), Why>>;
 
-/// What was found at the interfaces at which a gateway's packets arrive.
+/// The findings about the interfaces at which a gateway's packets arrive.
 #[derive(Default)]
 pub struct Found {
-    /// By interface: the name of the link at whose driver the program belongs.
+    /// For each interface, the name of the link whose driver should hold the program, or why there is none.
     verdicts: BTreeMap<String, Result<String, Why>>,
     /// The hooks at drivers.
     hooks: BTreeMap<Hook, String>,
-    /// The interfaces that transmit what was redirected to them.
+    /// The interfaces that transmit frames that are redirected to them.
     devices: BTreeSet<u32>,
     /// Both sides of VLAN devices.
     vlans: BTreeMap<VlanSide, VlanSide>,
 }
 
-/// The program that belongs at a driver in front of this program at the interface's ingress.
+/// Returns the program that belongs at a driver in front of `program` at the interface's ingress.
 fn in_front_of(program: &str) -> Option<&'static str> {
     let [underlay, uplink] = NATIVE;
     match program {
@@ -39,12 +39,12 @@ fn in_front_of(program: &str) -> Option<&'static str> {
     }
 }
 
-/// The interfaces at which a gateway's packets arrive: program, index and name.
+/// Returns the interfaces at which a gateway's packets arrive: program, index and name.
 fn candidates(hooks: &BTreeMap<Hook, String>) -> impl Iterator<Item = (&'static str, u32, &String)> {
     hooks.iter().filter_map(|((program, index), name)| Some((in_front_of(program)?, *index, name)))
 }
 
-/// Examines the drivers, and decides.
+/// Examines the drivers and decides which of them should hold a program.
 pub fn find(setting: Xdp, hooks: &BTreeMap<Hook, String>, table: &LinkTable, attacher: &Attacher) -> Found {
     let interfaces = || candidates(hooks).map(|(_, index, _)| index);
     // An earlier agent's program is replaced.
@@ -64,7 +64,7 @@ pub fn find(setting: Xdp, hooks: &BTreeMap<Hook, String>, table: &LinkTable, att
     Found { verdicts, hooks, devices, vlans: vlans(table, interfaces()) }
 }
 
-/// The hooks for programs that belong at these cards. A driver holds one program: that of the underlay does an uplink's work as well.
+/// Returns the hooks for programs that belong at these cards. A driver holds one program; the underlay's also does an uplink's work.
 fn at_cards<'a>(wanted: impl Iterator<Item = (&'static str, &'a Link)>) -> BTreeMap<Hook, String> {
     let [underlay, _] = NATIVE;
     let mut programs = BTreeMap::new();
@@ -78,12 +78,12 @@ fn at_cards<'a>(wanted: impl Iterator<Item = (&'static str, &'a Link)>) -> BTree
 }
 
 impl Found {
-    /// The hooks at drivers.
+    /// Returns the hooks at drivers.
     pub fn hooks(&self) -> &BTreeMap<Hook, String> {
         &self.hooks
     }
 
-    /// Makes the capable interfaces those that the program may redirect to, and VLAN devices known to it.
+    /// Lets the program redirect to the capable interfaces, and tells it the VLAN devices.
     pub fn allow(&self, devices: Option<&mut Devices>) {
         let Some(devices) = devices else { return };
         let nothing = Self::default();
@@ -93,7 +93,7 @@ impl Found {
         }
     }
 
-    /// What is in force, given the cards to which the program could not be attached.
+    /// Returns the result for each interface, given the cards to which the program could not be attached.
     pub fn in_force(self, failed: &BTreeMap<String, String>) -> Natives {
         let in_force = |verdict: Result<String, Why>| match failed.get(&verdict?) {
             Some(error) => Err(Why::only(error)),

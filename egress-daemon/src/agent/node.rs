@@ -1,4 +1,4 @@
-//! The agent's loop: feeds events to the machine and carries out what it decides.
+//! The agent's loop: feeds events to the machine and carries out its decisions.
 
 use super::{
     aside::Aside, count, facts::ObservedObjects, failing::Failing, hooks::Hooks, owned::Owned, reopen, routes::Routes,
@@ -53,7 +53,7 @@ use std::{
 };
 use tokio::sync::{mpsc, watch};
 
-/// How an agent is started.
+/// The options of an agent.
 pub struct Options {
     /// The agent's node.
     pub node: String,
@@ -61,29 +61,29 @@ pub struct Options {
     pub programs: Programs,
     /// The objects.
     pub store: Store,
-    /// Settings.
+    /// The settings.
     pub settings: AgentSettings,
-    /// Directory of the pins.
+    /// The directory of the pins.
     pub bpffs: PathBuf,
-    /// Where the previous values of sysctls are kept.
+    /// The file that keeps the previous values of sysctls.
     pub journal: PathBuf,
-    /// Where the objects come from, for display: `directory /etc/spillway`.
+    /// The source of the objects, for display: `directory /etc/spillway`.
     pub source: String,
-    /// What the agent knows is published here.
+    /// The channel on which the agent publishes its state.
     pub publish: watch::Sender<Arc<AgentState>>,
-    /// Traces that begin and end.
+    /// The traces that begin and end.
     pub traces: mpsc::UnboundedReceiver<Change>,
 }
 
-/// Probe intervals after which every node knows that this one no longer answers, and the next carrier has announced itself.
+/// The number of probe intervals after which every node knows that this node no longer answers, and the next carrier has announced itself.
 const NOTICE: u32 = 10;
 
-/// After a turn that took objects in, changes wait this many times as long as it took, and at most [`REST_AT_MOST`]. Its cost grows with
-/// the cluster: thousands of changes in a row would otherwise keep a processor busy.
+/// After a turn that read objects, changes wait for this many times its duration, at most [`REST_AT_MOST`]. Such a turn's cost grows with
+/// the cluster, so that thousands of successive changes would otherwise keep a processor busy.
 const REST: u32 = 3;
 const REST_AT_MOST: Duration = Duration::from_millis(500);
 
-/// A running agent: the machine that decides, and what it decides about.
+/// A running agent: the machine that decides, and the state of the node that it decides about.
 pub struct Agent {
     pub(super) machine: Machine,
     pub(super) node: NodeName,
@@ -102,7 +102,7 @@ pub struct Agent {
     pub(super) maps: Arc<Maps>,
     pub(super) writer: MapWriter,
     pub(super) encoder: Encoder,
-    /// What was written last, or was to be, until it is published.
+    /// The view of the last attempt to write the maps, until it is published.
     pub(super) view: Box<NodeView>,
     pub(super) socket: ProbeSocket,
     pub(super) answers: Answers,
@@ -114,13 +114,13 @@ pub struct Agent {
     /// A lease that is being released.
     pub(super) releasing: Aside<()>,
     pub(super) counting: Aside<count::Count>,
-    /// Egress IPs whose connections may have to be opened again.
+    /// Sends the egress IPs whose connections may have to be reopened.
     pub(super) reopening: mpsc::UnboundedSender<BTreeMap<u32, u32>>,
-    /// The flows of each account, as they were counted last.
+    /// The number of flows of each account at the last count.
     pub(super) account_flows: BTreeMap<u32, u64>,
     /// The status that is being written to the store.
     pub(super) writing: Aside<Result<(), StoreError>>,
-    /// The writes of the status.
+    /// The failures of writes of the status.
     pub(super) status_writes: Failing,
     pub(super) sockets: Aside<Result<NodePorts, PortsError>>,
     pub(super) node_ports: Option<NodePorts>,
@@ -129,7 +129,7 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Attaches what needs no object, and takes over what an earlier agent left.
+    /// Starts everything that needs no object, and takes over the maps and hooks that an earlier agent left.
     pub async fn start(options: Options) -> anyhow::Result<Self> {
         let Options { node, mut programs, store, mut settings, bpffs, journal, source, publish, traces } = options;
         let start = Instant::now();
@@ -194,22 +194,22 @@ impl Agent {
             writing: Aside::default(),
             status_writes: Failing::default(),
             sockets: Aside::default(),
-            // Known before the first report.
+            // The first report needs them.
             node_ports: NodePorts::read().inspect_err(|e| tracing::warn!("cannot read the node's own ports: {e}")).ok(),
             source,
             publish,
         })
     }
 
-    /// Runs until `stop` is ready. What was attached and written stays.
+    /// Runs until `stop` is ready. The attached programs and written maps stay.
     pub async fn run(mut self, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
         let mut changes = self.store.changes();
         let mut links = self.links.subscribe();
         let mut stop = std::pin::pin!(stop);
-        // No packet is sent along the host-stack path before there are programs at its end.
+        // No packet may take the host-stack path before the programs at its end are attached.
         self.hooks.started().await;
         self.see_hooks();
-        // What an earlier agent made stays; more is made once it is known which pods policies select.
+        // An earlier agent's rules stay. More follow once the agent knows which pods are selected.
         self.make_stack_path(false, self.machine.held()).await?;
         self.carry_all_out().await;
         self.machine.handle_start(self.now());
@@ -259,7 +259,7 @@ impl Agent {
                 rest_until = Instant::now() + (read_at.elapsed() * REST).min(REST_AT_MOST);
             }
         }
-        // The next agent continues the lease.
+        // The lease is not released, because the next agent continues it.
         if self.machine.handle_stop(self.now()) {
             self.carry_all_out().await;
             self.log_errors();
@@ -269,7 +269,7 @@ impl Agent {
         Ok(())
     }
 
-    /// The time since the start.
+    /// Returns the time since the start.
     pub(super) fn now(&self) -> Duration {
         self.start.elapsed()
     }
@@ -280,9 +280,9 @@ impl Agent {
         claims.into_iter().fold(self.start + self.machine.next_wake(), Instant::min)
     }
 
-    /// What follows each event.
+    /// Runs the steps that follow each event.
     async fn turn(&mut self) {
-        // Takes the answers that have arrived before any counts as missed: this loop may be late, not the gateways.
+        // Takes all answers that have arrived before any counts as missed. This loop may be late, rather than the gateways.
         while let Some(Ok(answer)) = self.answers.next().now_or_never() {
             self.machine.handle_probe(&answer, self.now());
         }
@@ -296,7 +296,7 @@ impl Agent {
         self.carry_all_out().await;
     }
 
-    /// Announces what is due, unless pending events have to be read first.
+    /// Announces the egress IPs that are due, unless pending events must be read first.
     pub(super) fn announce_due(&mut self) {
         if self.machine.may_announce(self.now()).0 {
             self.owned.tick();
@@ -309,7 +309,7 @@ impl Agent {
         }
     }
 
-    /// Takes note of a write of the status; `None` if its task has failed.
+    /// Processes the result of a write of the status, which is `None` if its task has failed.
     fn take_written(&mut self, written: Option<Result<(), StoreError>>) {
         match written {
             Some(Ok(())) => {

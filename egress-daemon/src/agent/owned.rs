@@ -1,4 +1,4 @@
-//! The egress IPs that this node answers for: announces them, and defends them against others' claims.
+//! Announces the egress IPs that this node answers for, and defends them against other hosts' claims.
 
 use egress_core::network::{EgressLink, links::LinkTable, schedule::Schedule};
 use egress_node::host::{
@@ -12,16 +12,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often everything is announced although nothing has changed, so that neighbours forget a stranger's claim.
+/// The interval at which all egress IPs are announced without a change, so that neighbours forget a foreign host's claim.
 const REMIND: Duration = Duration::from_secs(10);
-/// The least time between two requests for the next hop of an address, unless it is announced.
+/// The minimum time between two requests for the next hop of an egress IP, unless it is announced.
 const ASK: Duration = Duration::from_secs(1);
-/// How long a claim waits for its answer: probes and objects may still show that it is another carrier's turn.
+/// The delay before a claim is answered. Meanwhile probes and objects may show that another carrier has taken over.
 const HEAR: Duration = Duration::from_millis(300);
-/// The least time between two answers to claims of others (RFC 5227, section 2.4, lets hosts defend their address).
+/// The minimum time between two answers to other hosts' claims (RFC 5227, section 2.4, lets hosts defend their address).
 const DEFEND: Duration = Duration::from_secs(1);
 
-/// The egress IPs, and who else claims them.
+/// The egress IPs that this node answers for, and the sockets that announce and defend them.
 pub struct Owned {
     announcer: Announcer,
     schedule: Schedule,
@@ -29,16 +29,16 @@ pub struct Owned {
     places: BTreeMap<IpAddr, EgressLink>,
     listeners: BTreeMap<u32, ClaimListener>,
     groups: Groups,
-    /// When everything is announced again.
+    /// The time at which all egress IPs are announced again.
     reminder: Duration,
-    /// When each address was defended last.
+    /// The time at which each address was last defended.
     defended: BTreeMap<IpAddr, Duration>,
-    /// When the next hop of each address was asked for last.
+    /// The time of the last request for each address's next hop.
     asked: BTreeMap<IpAddr, Duration>,
 }
 
 impl Owned {
-    /// Opens the sockets. Nothing is owned yet.
+    /// Opens the sockets, without any egress IP yet.
     pub fn open(start: Instant) -> io::Result<Self> {
         Ok(Self {
             announcer: Announcer::open()?,
@@ -57,7 +57,7 @@ impl Owned {
         self.start.elapsed()
     }
 
-    /// Sets the egress IPs to answer for. Announces those that are new or have moved to another interface.
+    /// Sets the egress IPs to answer for. Schedules announcements of those that are new or have moved to another interface.
     pub fn set(&mut self, wanted: &BTreeMap<IpAddr, EgressLink>) {
         let now = self.now();
         for address in self.places.keys().filter(|a| !wanted.contains_key(*a)) {
@@ -91,13 +91,13 @@ impl Owned {
         }
     }
 
-    /// When [`tick`](Self::tick) wants to be called next.
+    /// Returns the time of the next call of [`tick`](Self::tick).
     pub fn next(&self) -> Option<Instant> {
         let reminder = (!self.places.is_empty()).then_some(self.reminder);
         [self.schedule.next(), reminder].into_iter().flatten().min().map(|d| self.start + d)
     }
 
-    /// Announces what is due.
+    /// Announces the egress IPs that are due.
     pub fn tick(&mut self) {
         let now = self.now();
         let mut due: BTreeSet<IpAddr> = self.schedule.due(now).into_iter().collect();
@@ -115,7 +115,7 @@ impl Owned {
         }
     }
 
-    /// Sends neighbour requests to the next hops of all subnets that were not asked for lately. The programs read the answers.
+    /// Sends neighbour requests for the next hops of all subnets, except recently requested ones. The programs read the answers.
     pub fn ask_all(&mut self) {
         let now = self.now();
         let is_due = |address: &IpAddr| self.asked.get(address).is_none_or(|last| now >= *last + ASK);
@@ -133,7 +133,7 @@ impl Owned {
         }
     }
 
-    /// Waits for a claim of another node for one of our addresses. Cancel safe.
+    /// Waits for another host's claim for one of our addresses. Cancel safe.
     pub async fn rival(&self, own: &LinkTable) -> IpAddr {
         let held: BTreeSet<IpAddr> = self.places.keys().copied().collect();
         if self.listeners.is_empty() {
@@ -143,8 +143,8 @@ impl Owned {
         futures::future::select_all(all).await.0
     }
 
-    /// Answers another host's claim for an address that this node still answers for a moment later: another carrier's claim may arrive
-    /// before the news of it. A single frame silences nobody: anybody could have sent it. Returns whether it answers.
+    /// Schedules the answer to another host's claim. The answer is delayed, because another carrier's claim may arrive before the agent
+    /// learns of its takeover. The claim alone does not silence this node, since any host can forge it. Returns whether it is answered.
     pub fn defend(&mut self, address: IpAddr) -> bool {
         let now = self.now();
         if self.defended.get(&address).is_some_and(|last| now < *last + DEFEND) {
@@ -156,13 +156,13 @@ impl Owned {
     }
 }
 
-/// Waits for a claim of another node for one of the addresses that are held.
+/// Waits for another host's claim for one of the addresses in `held`.
 async fn claimed(listener: &ClaimListener, held: &BTreeSet<IpAddr>, own: &LinkTable) -> IpAddr {
     loop {
         match listener.receive().await {
             Ok(claim) if is_rival(&claim, held, own) => return claim.address,
             Ok(_) => {}
-            // The interface is gone; the next view opens another listener.
+            // The interface is gone. The next view opens another listener.
             Err(_) => std::future::pending().await,
         }
     }

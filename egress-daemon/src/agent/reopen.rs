@@ -1,9 +1,9 @@
-//! Reopens connections whose first packet went to a gateway that is no longer used, perhaps because it has failed. If it is unanswered, TCP
-//! would retransmit it after a second (RFC 6298, section 2). Their pods are made to do so as soon as another gateway takes over.
+//! Reopens connections whose SYN went to a gateway that is no longer used, perhaps because it has failed. TCP retransmits an unanswered SYN
+//! only after a second (RFC 6298, section 2). This module makes the pods retransmit as soon as another gateway takes over.
 //!
-//! A segment with RST whose ACK acknowledges nothing that was sent is dropped in SYN-SENT (RFC 9293, section 3.10.7.3). Linux also treats
-//! its SYN as failed and retransmits it two clock ticks later (`tcp_rcv_synsent_state_process`, since 5.10), once. So it is sent when both
-//! directions are likely to work: nodes detect a dead gateway at most one probe interval apart.
+//! In SYN-SENT, a RST whose ACK number acknowledges nothing that was sent is dropped (RFC 9293, section 3.10.7.3). Linux then also treats
+//! its SYN as failed and retransmits it two clock ticks later (`tcp_rcv_synsent_state_process`, since 5.10), but only once. So the RST is
+//! sent when both directions are likely to work: nodes detect a dead gateway at most one probe interval apart.
 
 use super::Agent;
 use aya::Pod;
@@ -32,16 +32,16 @@ use tokio::{
     task::JoinError,
 };
 
-/// How often the flow table is scanned after a change of gateways. A connection that is unanswered in two scans is reopened.
+/// The number of scans of the flow table after a change of gateways. A connection that is unanswered in two successive scans is reopened.
 const LOOKS: u32 = 4;
 /// The time between two scans, in halves of the probe interval.
 const HALVES: u32 = 3;
-/// The age in ticks of the SYNs that are looked for. TCP has retransmitted older ones.
+/// The maximum age in ticks of an unanswered SYN. TCP has retransmitted older ones.
 const LATELY: i32 = 2;
-/// IP protocol number.
+/// The IP protocol number of TCP.
 const TCP: u32 = 6;
 
-/// A connection that nobody has answered yet.
+/// A connection whose SYN has not been answered yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Unanswered {
     pod: SocketAddr,
@@ -52,7 +52,7 @@ struct Unanswered {
     macs: [MacAddress; 2],
 }
 
-/// What was seen so far.
+/// The results of the scans so far.
 #[derive(Default)]
 struct Looks {
     before: BTreeSet<Unanswered>,
@@ -60,8 +60,8 @@ struct Looks {
 }
 
 impl Looks {
-    /// Returns which of the connections that are unanswered `now` to reopen: those that also were the last time, once
-    /// each.
+    /// Returns the connections to reopen: those that are unanswered `now` and were in the previous scan. Returns each
+    /// connection only once.
     fn look(&mut self, now: BTreeSet<Unanswered>) -> Vec<Unanswered> {
         let again: Vec<_> = now.intersection(&self.before).filter(|one| !self.again.contains(one)).copied().collect();
         self.again.extend(&again);
@@ -71,19 +71,19 @@ impl Looks {
 }
 
 impl Agent {
-    /// Begins to look for connections by these egress IPs that have to be reopened.
+    /// Starts to look for connections by these egress IPs that must be reopened.
     pub(super) fn open_again(&self, egress_ips: &BTreeSet<IpAddr>) {
         let tables = self.writer.present();
         let known = tables.egress_ips.iter().filter(|(_, e)| egress_ips.contains(&net::from_any(e.addr)));
-        // Without a socket there is no task.
+        // Sending fails if the task has ended because it has no socket.
         let _ = self.reopening.send(known.map(|(index, e)| (*index, e.generation)).collect());
     }
 }
 
-/// Egress IPs by index, with their generation.
+/// The generation of each egress IP, by index.
 type Indices = BTreeMap<u32, u32>;
 
-/// Starts the task that looks for connections by the egress IPs that it is sent. It ends when the sender is dropped.
+/// Starts the task that looks for connections by the egress IPs that it receives. The task ends when the sender is dropped.
 pub(super) fn start(maps: Arc<Maps>, probe_interval: Duration) -> UnboundedSender<Indices> {
     let (sender, receiver) = mpsc::unbounded_channel();
     let look = move |indices: Arc<Indices>| {
@@ -99,7 +99,7 @@ pub(super) fn start(maps: Arc<Maps>, probe_interval: Duration) -> UnboundedSende
     sender
 }
 
-/// Scans the flow table a few times for each set of egress IPs that arrives, for all recent ones together: many may arrive at once.
+/// Scans the flow table [`LOOKS`] times for each set of egress IPs that arrives. Sets that arrive together share their scans.
 async fn watch<F>(
     mut receiver: UnboundedReceiver<Indices>,
     pause: Duration,
@@ -139,7 +139,7 @@ fn open_again(socket: &PacketSocket, one: &Unanswered) {
     }
 }
 
-/// The recent unanswered connections by these egress IPs, which are given by index and generation.
+/// Returns the recent unanswered connections by these egress IPs, which are given by index and generation.
 fn unanswered(maps: &Maps, indices: &BTreeMap<u32, u32>) -> Result<BTreeSet<Unanswered>, MapsError> {
     let mut found = BTreeSet::new();
     find(&maps.v4, |a| net::from_v4(a).into(), indices, &mut found)?;
@@ -162,13 +162,13 @@ where
     for entry in maps.reverse.iter() {
         let (back, reverse) = entry?;
         let is_wanted = indices.get(&reverse.egress) == Some(&reverse.egress_generation);
-        // An interface without Ethernet headers gets no frames.
+        // A pod's interface without Ethernet headers cannot be sent a frame.
         if back.proto != TCP || !is_wanted || reverse.state != tcp::seen::CONFIRMED || reverse.pod_mac == [0; 3] {
             continue;
         }
         let key = FlowKey { src: reverse.pod, src_port: reverse.pod_port, ..back };
         let has_opened = |flow: &Flow| {
-            // The programs count ticks by another clock, which may be ahead.
+            // The programs count ticks with another clock, which may be ahead.
             let is_late = now.wrapping_sub(flow.last_seen) as i32 > LATELY;
             let opening = flow.kind == kind::TRANSLATED && flow.state & !tcp::seen::CHANGED == tcp::seen::SYN;
             opening && !is_late && is_pair(&key, flow, &back, &reverse)

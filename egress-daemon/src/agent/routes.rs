@@ -1,4 +1,4 @@
-//! The routes to other nodes.
+//! Looks up the routes to other nodes.
 
 use super::failing::Failing;
 use egress_core::network::{Route, links::LinkTable};
@@ -22,7 +22,7 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// Reads the IPsec policies again: nothing notifies about them. Those that cannot be read stay as they were.
+    /// Reads the IPsec policies again, because nothing notifies the agent of changes. Keeps the known ones if they cannot be read.
     pub fn check_secured(&mut self) {
         self.take_secured(route::secured());
     }
@@ -44,7 +44,7 @@ impl Routes {
         }
     }
 
-    /// Asks for the routes to `addresses`, and forgets all others. What is known stays valid until links, addresses or
+    /// Looks up the routes to `addresses` and forgets all others. Known routes stay valid until links, addresses or
     /// routes change.
     pub async fn find(&mut self, netlink: &Netlink, links: &LinkTable, addresses: &BTreeSet<IpAddr>) {
         if self.links != *links {
@@ -68,7 +68,7 @@ impl Routes {
         }
     }
 
-    /// The routes to the addresses that were asked for.
+    /// Returns the routes that the last [`Self::find`] left, by address.
     pub fn found(&self) -> &BTreeMap<IpAddr, Result<Route, String>> {
         &self.found
     }

@@ -1,4 +1,4 @@
-//! What an agent takes from the configuration.
+//! The agent's part of the configuration.
 
 use crate::{
     config::{Announce, Config, Firewall},
@@ -17,26 +17,26 @@ use egress_node::{
 use ipnet::IpNet;
 use std::{net::IpAddr, time::Duration};
 
-/// One entry in this many of the flow table is withheld from each pod, unless its share is set. No more: closed
-/// connections count until their ports are needed or they have been idle for long enough.
+/// A pod may use all but one in this many entries of the flow table, unless `maxFlowsPerPod` is set. Its share must be
+/// large, because closed connections count until their ports are needed or they have been idle for long enough.
 const KEPT_FROM_POD: u32 = 4;
 
-/// The settings.
+/// The settings of an agent.
 #[derive(Clone, Debug)]
 pub struct AgentSettings {
-    /// What the machine decides by.
+    /// The machine's settings.
     pub machine: machine::MachineSettings,
-    /// What is known before anything was read.
+    /// The facts that are known before anything is read.
     pub facts: Facts,
     /// The tunnel device.
     pub tunnel: TunnelSpec,
-    /// Sizes of maps.
+    /// The sizes of maps.
     pub sizes: Sizes,
-    /// How often a gateway renews its lease.
+    /// The interval at which a gateway renews its lease.
     pub lease_renew: Duration,
-    /// Whether new flows wait for the host's firewall.
+    /// Whether the first packet of a flow passes the host's firewall.
     pub firewall: Firewall,
-    /// The one bit of the mark that leads first packets to the tunnel device where no other route does.
+    /// The bit of the packet mark that leads first packets to the tunnel device if no other route matches.
     pub firewall_mark: u32,
     /// Whether a gateway's packets may be forwarded at the driver.
     pub xdp: Xdp,
@@ -45,7 +45,7 @@ pub struct AgentSettings {
 }
 
 impl AgentSettings {
-    /// The address at which pods find the API server: no policy touches it, and its backends may be anywhere.
+    /// Sets the address at which pods reach the API server. No policy affects it; its backends may be anywhere.
     pub fn with_api_server(mut self, address: Option<IpAddr>) -> Self {
         self.facts.api_server = address.map(IpNet::from);
         self.facts.except_cidrs.extend(self.facts.api_server);

@@ -1,4 +1,4 @@
-//! What the agent reports in its EgressNode.
+//! The status that the agent reports in its EgressNode.
 
 use super::Agent;
 use egress_core::{
@@ -12,7 +12,7 @@ use k8s_openapi::{
 };
 use std::{collections::BTreeMap, net::IpAddr};
 
-/// What a status that follows `old` reports of leases and egress IPs.
+/// Returns the part of the status that reports leases and egress IPs, as the successor of `old`.
 pub fn of_leases(machine: &mut Machine, old: Option<&EgressNodeStatus>) -> EgressNodeStatus {
     let (own_lease_revision, demand) = machine.report(old.map_or(0, |status| status.own_lease_revision));
     EgressNodeStatus {
@@ -23,7 +23,7 @@ pub fn of_leases(machine: &mut Machine, old: Option<&EgressNodeStatus>) -> Egres
     }
 }
 
-/// Makes the status. `now` is for the time of a condition's change only.
+/// Returns the status. `now` is used only as the time of a condition's change.
 pub fn status(agent: &mut Agent, old: Option<&EgressNodeStatus>, now: Timestamp) -> EgressNodeStatus {
     let of_leases = of_leases(&mut agent.machine, old);
     let (settings, machine, outcome) = (&agent.settings, &agent.machine, agent.machine.outcome());
@@ -42,8 +42,8 @@ pub fn status(agent: &mut Agent, old: Option<&EgressNodeStatus>, now: Timestamp)
     }
 }
 
-/// Whether a status says anything that others act upon and the one before it does not. Which settled policies (`is_settled`) are carried
-/// out here too, and which leases the tables have, changes with every pod, and is written with the next news.
+/// Returns whether others must act on a difference between `old` and `new`. The lease revision of the tables and the programmed policies
+/// that are settled (`is_settled`) change with every pod, so they do not count and are written with the next relevant change.
 pub fn is_news(old: &EgressNodeStatus, new: &EgressNodeStatus, is_settled: impl Fn(&ProgrammedPolicy) -> bool) -> bool {
     let gives_back = new.demand.iter().any(|demand| !demand.release.is_empty());
     let waited_for = |status: &EgressNodeStatus, other: &EgressNodeStatus| {
@@ -71,7 +71,7 @@ fn programmed((policy, version): (&PolicyId, &Version)) -> ProgrammedPolicy {
     ProgrammedPolicy { policy: policy.to_string(), uid: version.uid.clone(), generation: version.generation }
 }
 
-/// The addresses by which others on the network know this node.
+/// Returns the addresses by which other hosts on the network know this node.
 fn addresses(facts: &Facts) -> Vec<NodeAddress> {
     let told = facts.addresses().into_iter();
     told.map(|(link, address)| {
@@ -82,7 +82,7 @@ fn addresses(facts: &Facts) -> Vec<NodeAddress> {
     .collect()
 }
 
-/// Demands as objects write them.
+/// Converts demands to the form of the API.
 fn demands(demands: BTreeMap<IpAddr, Demand>) -> Vec<api::Demand> {
     let demand = |(address, demand): (IpAddr, Demand)| api::Demand {
         egress_ip: address.to_string(),
@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn a_status_is_written_only_for_what_others_act_upon() {
         let old = EgressNodeStatus { own_lease_revision: 3, programmed: Some(vec![]), ..Default::default() };
-        // The second generation of the policy has not been everywhere yet.
+        // Not all nodes have programmed the second generation of the policy yet.
         let is_news = |new: &EgressNodeStatus| is_news(&old, new, |policy| policy.generation == 1);
         assert!(!is_news(&old));
         let leased = EgressNodeStatus { own_lease_revision: 4, ..old.clone() };

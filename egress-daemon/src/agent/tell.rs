@@ -1,4 +1,4 @@
-//! What the agent reports on its socket.
+//! The state that the agent reports on its socket.
 
 use super::{Agent, facts::ObservedObjects};
 use crate::observe::state::{
@@ -22,12 +22,12 @@ use egress_objects::translate::refusals;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use std::{collections::BTreeMap, net::IpAddr};
 
-/// An error of the agent, as a problem of its node.
+/// Returns an error of the agent as a problem of its node.
 fn problem(node: &NodeName, message: &str) -> ProblemState {
     ProblemState { object: node.to_string(), message: message.to_owned(), ..ProblemState::default() }
 }
 
-/// Makes the state. `view` is what was written last.
+/// Returns the state. `view` is the view that was written last.
 pub fn state(agent: &Agent, view: &NodeView) -> AgentState {
     let (observed, machine, outcome) = (&agent.observed, &agent.machine, agent.machine.outcome());
     let own = outcome.errors.iter().chain(outcome.unnamed.values());
@@ -66,7 +66,7 @@ pub fn state(agent: &Agent, view: &NodeView) -> AgentState {
     }
 }
 
-/// The port blocks of the egress IPs in the tables. Only the owner reports how many are free, on behalf of all carriers.
+/// Returns the port blocks of the egress IPs in the tables. Only the owner reports how many are free, on behalf of all carriers.
 pub fn blocks(agent: &Agent) -> BTreeMap<IpAddr, BlockCounts> {
     let (tables, used) = (agent.writer.present(), agent.machine.facts().ports.blocks());
     let of = |(index, egress): (&u32, &EgressIp)| {
@@ -108,7 +108,7 @@ fn node(agent: &Agent) -> NodeState {
     }
 }
 
-/// What is reported of an interface: nothing if the program is at its driver, else why it is not.
+/// Returns why the program is not at an interface's driver, or `None` if it is.
 fn driver(verdict: &Result<(), Why>) -> Option<String> {
     verdict.as_ref().err().map(ToString::to_string)
 }
@@ -139,7 +139,7 @@ fn policy(observed: &ObservedObjects, view: &NodeView, policy: &egress_core::mod
     }
 }
 
-/// All policies. Those that cannot be carried out as they are written say why, whether this node knows what they select or not.
+/// Returns all policies. One that cannot be carried out as written has the reason as its condition, even if its selectors are not known.
 fn policies(observed: &ObservedObjects, view: &NodeView) -> Vec<PolicyState> {
     let mut refused = refusals(&observed.problems);
     let because = |message: String| {
@@ -160,7 +160,7 @@ fn policies(observed: &ObservedObjects, view: &NodeView) -> Vec<PolicyState> {
     states
 }
 
-/// The gateways that are probed, and the transports to them.
+/// Returns the probed gateways and the transports to them.
 pub fn gateways(machine: &Machine) -> Vec<GatewayState> {
     let (gateways, transports) = (machine.gateways(), &machine.outcome().transports);
     let states = gateways.states().into_iter();
@@ -182,7 +182,7 @@ pub fn gateways(machine: &Machine) -> Vec<GatewayState> {
         .collect()
 }
 
-/// Why no better transport to a gateway is in force; empty if the best one is.
+/// Returns why no better transport to a gateway is in use; empty if the best one is.
 fn why_not(gateways: &Gateways, name: &NodeName, transports: &Transports) -> String {
     let current = gateways.transport(name).unwrap_or_default();
     let better = TRANSPORTS.iter().filter(|transport| **transport > current);

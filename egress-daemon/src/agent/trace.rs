@@ -1,4 +1,4 @@
-//! `egressctl trace`: the programs of a trace replace the usual ones while somebody reads their events.
+//! `egressctl trace`: replaces the usual programs with those of a trace while a client reads their events.
 
 use axum::{
     Router,
@@ -30,20 +30,20 @@ use tokio::{
     time::timeout,
 };
 
-/// A line is sent at least this often. It reveals that a reader has gone, and shows that the agent is alive.
+/// The interval at which a line is sent at the latest. Sending detects that a reader has gone, and shows that the agent is alive.
 pub const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// Begins a line with the number of packets seen, whether reported or not.
+/// The prefix of a line with the number of packets seen, whether reported or not.
 pub const SEEN: &str = "seen ";
 
-/// What is traced, as in the query of a request.
+/// The packets to trace, as in the query of a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub struct TraceQuery {
-    /// The pod's interface; 0: not known.
+    /// The index of the pod's interface; 0 if not known.
     pub ifindex: u32,
-    /// Its IPv4 address.
+    /// The pod's IPv4 address.
     pub v4: Option<Ipv4Addr>,
-    /// Its IPv6 address.
+    /// The pod's IPv6 address.
     pub v6: Option<Ipv6Addr>,
     /// The other end.
     pub to: Option<IpAddr>,
@@ -65,16 +65,16 @@ impl TraceQuery {
 
 /// A trace that begins or ends, for the task that attaches programs.
 pub enum Change {
-    /// These programs take the place of the usual ones.
+    /// Replaces the usual programs.
     Begin {
-        /// The programs.
+        /// The trace's programs.
         programs: Box<Programs>,
-        /// The pod's interface; 0: any.
+        /// The index of the pod's interface; 0 for any.
         pod: u32,
-        /// Whether they have.
+        /// Receives the result.
         done: oneshot::Sender<Result<(), String>>,
     },
-    /// The usual ones take their place again.
+    /// Restores the usual programs.
     End,
 }
 
@@ -88,14 +88,14 @@ pub fn carry_out(change: Change, attacher: &mut Attacher) {
                 false => vec![format!("interface {pod} belongs to no pod, or has no programs")],
             };
             let result = if errors.is_empty() { Ok(()) } else { Err(errors.join("; ")) };
-            // Nobody waits any more: the end of the trace follows.
+            // This fails if the client has gone. The end of the trace then follows.
             let _ = done.send(result);
         }
         Change::End => attacher.trace(None).iter().for_each(|error| tracing::warn!("{error}")),
     }
 }
 
-/// Begins traces, one at a time.
+/// Starts traces, one at a time.
 #[derive(Clone)]
 pub struct Tracer {
     pins: Pins,
@@ -105,7 +105,7 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// Creates one for the maps with these pins and sizes. Also returns the changes that it wants.
+    /// Creates a tracer for the maps with these pins and sizes. Also returns the receiver of its changes.
     pub fn new(pins: Pins, sizes: Sizes) -> (Self, mpsc::UnboundedReceiver<Change>) {
         let (changes, receiver) = mpsc::unbounded_channel();
         (Self { pins, sizes, changes, one: Arc::new(Semaphore::new(1)) }, receiver)
@@ -138,10 +138,10 @@ impl Tracer {
     }
 }
 
-/// A trace under way. Dropping it ends it.
+/// A running trace. Dropping it ends the trace.
 struct Trace {
     lines: AsyncFd<Lines>,
-    /// When the number of packets was last reported.
+    /// The time at which the number of packets was last reported.
     counted: Instant,
     _ends: Ends,
 }
@@ -153,18 +153,18 @@ struct Ends {
 
 impl Drop for Ends {
     fn drop(&mut self) {
-        // Without the task that attaches there are no programs of a trace.
+        // This fails only if the task that attaches programs has ended. A trace's programs have then ended, too.
         let _ = self.changes.send(Change::End);
     }
 }
 
 impl Trace {
-    /// Returns the reported lines, each ending with a line feed, and from time to time the number of packets.
+    /// Returns the reported lines, each with a line feed, and every [`HEARTBEAT`] the number of packets.
     async fn next(&mut self) -> io::Result<String> {
         let lines = match timeout(HEARTBEAT, self.lines.readable_mut()).await {
             Ok(guard) => {
                 let mut guard = guard?;
-                // Before reading: events that arrive meanwhile make it readable again.
+                // Clear before reading, so that events that arrive meanwhile make it readable again.
                 guard.clear_ready();
                 guard.get_inner_mut().take()
             }
@@ -184,7 +184,7 @@ async fn answer(State(tracer): State<Tracer>, Query(query): Query<TraceQuery>) -
     match tracer.begin(query).await {
         Ok(trace) => {
             let next = |mut trace: Trace| async { Some((trace.next().await, trace)) };
-            // An empty line: the trace has begun.
+            // An empty line tells the client that the trace has begun.
             let begun = stream::once(async { Ok("\n".to_owned()) });
             Body::from_stream(begun.chain(stream::unfold(trace, next))).into_response()
         }

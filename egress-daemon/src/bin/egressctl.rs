@@ -29,16 +29,16 @@ use std::{
 
 /// Inspect Spillway on this node: policies, gateways, egress IPs, flows, and why a flow goes where it goes
 ///
-/// Reads the pinned maps, so it works even while the agent is dead. Asks the agent for what the maps do not contain.
+/// Reads the pinned maps, so it works even while the agent is dead. Asks the agent for data that the maps do not contain.
 #[derive(Parser)]
 #[command(name = "egressctl", version, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// How the result is printed
+    /// The output format
     #[arg(short, long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
     output: Output,
-    /// Directory of the agent's pinned maps and links
+    /// The directory of the agent's pinned maps and links
     #[arg(long, global = true, value_name = "DIR", default_value = DEFAULT_BPFFS)]
     bpffs: PathBuf,
     /// Refuse to answer unless this is the node's name
@@ -66,10 +66,10 @@ enum Command {
     Top(TopArgs),
     /// Serve a page that shows current flows, from pods through egress IPs and gateways to destinations
     ///
-    /// Runs until Ctrl-C. Read-only; anybody who can reach the address may see it. For all nodes: kubectl spillway
+    /// Runs until Ctrl-C. Read-only; anyone who can reach the address can see the page. For all nodes: kubectl spillway
     /// serve.
     Serve {
-        /// Where to listen
+        /// The address to listen on
         #[arg(long, value_name = "ADDR:PORT", default_value_t = serve::LISTEN)]
         listen: SocketAddr,
     },
@@ -84,7 +84,7 @@ enum Command {
     Trace(TraceArgs),
     /// Who used a port of an egress IP at a given time
     ///
-    /// The node comes from the lease log of a gateway, the pod from the flow log (flowLog.mode: Flows) or the live flows of the node
+    /// The node comes from a gateway's lease log. The pod comes from the flow log (flowLog.mode: Flows) or from the live flows of the node
     /// where this runs. Reports how certain the answer is, and the reasons for any doubt.
     Whois(WhoisArgs),
     /// What applying the objects of a file would change
@@ -108,9 +108,9 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Connectivity {
-    /// Tell every client which source address the server sees, by TCP and UDP, until Ctrl-C
+    /// Tell every client which source address the server sees, over TCP and UDP, until Ctrl-C
     Serve {
-        /// Where to listen
+        /// The address to listen on
         #[arg(long, value_name = "ADDR:PORT", default_value_t = SocketAddr::from((Ipv6Addr::UNSPECIFIED, connectivity::PORT)))]
         listen: SocketAddr,
     },
@@ -119,7 +119,7 @@ enum Connectivity {
         /// The servers
         #[arg(value_name = "ADDR:PORT", required = true)]
         servers: Vec<SocketAddr>,
-        /// How many connections to open to each server; an eighth as many datagrams are sent
+        /// The number of connections to open to each server; an eighth as many datagrams are sent
         #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
         connections: u32,
     },
@@ -146,16 +146,16 @@ struct FlowArgs {
 
 #[derive(Args)]
 struct WhoisArgs {
-    /// What was seen: 192.0.2.10:43121 or [2001:db8::10]:43121
+    /// The source address that was seen: 192.0.2.10:43121 or [2001:db8::10]:43121
     #[arg(value_name = "IP:PORT")]
     seen: SocketAddr,
-    /// When, with the zone: 2026-11-25T14:03:00Z or 2026-11-25T15:03+01:00 [default: now]
+    /// The time, with its zone: 2026-11-25T14:03:00Z or 2026-11-25T15:03+01:00 [default: now]
     #[arg(long, value_name = "TIME", value_parser = whois::moment)]
     at: Option<Moment>,
     /// The server that saw it: 203.0.113.7:443
     #[arg(long, value_name = "ADDR:PORT")]
     to: Option<SocketAddr>,
-    /// Directory of a log, or of copies of several [default: this node's]
+    /// The directory of a log, or of copies of several logs [default: this node's]
     #[arg(long, value_name = "DIR")]
     log: Option<PathBuf>,
 }
@@ -188,16 +188,16 @@ impl DiffArgs {
 
 #[derive(Args)]
 struct TopArgs {
-    /// What flows are counted by
+    /// The key by which flows are counted
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     by: By,
-    /// Show this many of them
+    /// Show at most this many keys
     #[arg(long, value_name = "N", default_value_t = 20)]
     limit: usize,
     /// Seconds between refreshes
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = interval)]
     interval: Duration,
-    /// Show this many times [default: forever on a terminal, once otherwise]
+    /// Stop after this many refreshes [default: forever on a terminal, once otherwise]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     times: Option<u64>,
 }
@@ -231,13 +231,13 @@ struct TraceArgs {
     duration: Duration,
 }
 
-/// A prefix, or a single address.
+/// Parses a prefix or a single address.
 fn prefix(text: &str) -> Result<IpNet, String> {
     let single = text.parse::<IpAddr>().map(IpNet::from);
     single.or_else(|_| text.parse()).map_err(|_| "write an address or a prefix such as 203.0.113.0/24".to_owned())
 }
 
-/// A time to wait.
+/// Parses a number of seconds.
 fn interval(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "write seconds, from 0.1 to 3600".to_owned())
@@ -261,7 +261,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Parses a command for the nodes' egressctl. Prints the help if it is asked for.
+/// Parses a command for the nodes' egressctl. Prints the help and exits if the command asks for it.
 fn understand(words: &[OsString]) -> Result<plugin::Understood> {
     let cli = match Cli::try_parse_from([&["egressctl".into()], words].concat()) {
         Ok(cli) => cli,
@@ -350,7 +350,7 @@ fn top(args: TopArgs, access: &ctl::NodeAccess, output: Output) -> Result<()> {
     let terminal = io::stdout().is_terminal();
     let times = args.times.or((!terminal).then_some(1));
     let top = ctl::Top { by: args.by, limit: args.limit, interval: args.interval, times };
-    // A table replaces the one before.
+    // Each table replaces the previous one on the screen.
     let clear = if terminal && output == Output::Table { "\x1b[H\x1b[J" } else { "" };
     let shown = ctl::top(&top, access, output, |text| {
         let mut out = io::stdout();

@@ -1,4 +1,4 @@
-//! What the facts of a cluster mean for an installation. Pure.
+//! Judges the facts of a cluster before an installation. Pure.
 
 use super::{
     CheckLine, CheckStatus,
@@ -8,14 +8,14 @@ use super::{
 use crate::{config::Config, ctl::print::first_of};
 use std::net::IpAddr;
 
-/// The oldest Kubernetes (`kubeVersion` of the chart).
+/// The oldest supported version of Kubernetes (the chart's `kubeVersion`).
 const KUBERNETES: (u32, u32) = (1, 32);
-/// What the image is built for.
+/// The architectures that the image is built for.
 const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
-/// How many names a line has; the rest are counted.
+/// The maximum number of names in a line; the rest are counted.
 const NAMES: usize = 5;
 
-/// All lines, from the cluster to its nodes.
+/// Returns the lines of all checks.
 pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     let mut lines = vec![kubernetes(facts)];
     lines.extend(nodes(facts));

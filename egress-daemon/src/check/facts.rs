@@ -1,4 +1,4 @@
-//! Gathers the facts of the node and decides nothing. Reports what cannot be read.
+//! Gathers the facts of the node without judging them. Reports facts that cannot be read.
 
 use crate::{config::Config, ctl::inventory, lock::RunFiles, observe::admin};
 use egress_core::network::{
@@ -26,50 +26,50 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What was found.
+/// The facts of a node.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HostFacts {
-    /// `uname -r`.
+    /// The kernel's release (`uname -r`).
     pub release: String,
-    /// The kernel provides its types.
+    /// Whether the kernel provides its BTF.
     pub btf: bool,
     /// The directory of the pins.
     pub bpffs: PathBuf,
-    /// It is, or would be, on a BPF file system.
+    /// Whether that directory is, or would be, on a BPF file system.
     pub on_bpffs: bool,
-    /// Directories of other layout versions in it.
+    /// Its directories of other layout versions.
     pub other_versions: Vec<PathBuf>,
-    /// The effective capabilities of this process; none if they cannot be read.
+    /// The effective capabilities of this process; `None` if they cannot be read.
     pub capabilities: Option<u64>,
-    /// The kernel has TCX.
+    /// Whether the kernel has TCX.
     pub tcx: bool,
-    /// Programs of others.
+    /// Foreign programs.
     pub strangers: Vec<Stranger>,
-    /// Tunnel devices that Spillway made.
+    /// The tunnel devices that Spillway made.
     pub tunnels: Vec<String>,
-    /// The kind of the device that has the tunnel's name and is not ours.
+    /// The kind of a foreign device that has the tunnel's name.
     pub name_taken: Option<String>,
-    /// A socket has the tunnel's port.
+    /// Whether a socket has the tunnel's port.
     pub port_used: bool,
-    /// Kernel settings by key; those that exist.
+    /// The kernel settings that exist, by key.
     pub sysctls: BTreeMap<String, String>,
-    /// Connection tracking is there.
+    /// Whether the kernel has connection tracking.
     pub conntrack: bool,
-    /// nf_tables is there.
+    /// Whether the kernel has nf_tables.
     pub nftables: bool,
-    /// Tables of iptables that are in use.
+    /// The iptables tables that are in use.
     pub iptables: Vec<String>,
-    /// The links; none if they cannot be read.
+    /// The links; `None` if they cannot be read.
     pub links: Option<LinkTable>,
-    /// What they are for.
+    /// The roles of the links.
     pub roles: Roles,
-    /// What the agent reports of networks that no object names; none if no agent answers.
+    /// The networks that no object names, as the agent reports them; `None` if no agent answers.
     pub unnamed: Option<BTreeMap<String, String>>,
-    /// The drivers at which a gateway's packets arrive, by interface index; none if they cannot be read.
+    /// The drivers at which a gateway's packets arrive, by interface index; `None` if they cannot be read.
     pub drivers: Option<BTreeMap<u32, Driver>>,
-    /// Those that have our program.
+    /// The indices of the interfaces whose driver has our program.
     pub native: BTreeSet<u32>,
-    /// What could not be read, and why.
+    /// The facts that could not be read, with the reasons.
     pub unread: Vec<String>,
 }
 
@@ -116,7 +116,7 @@ pub(super) async fn gather(config: &Config, bpffs: &Path) -> HostFacts {
     facts
 }
 
-/// The mask of effective capabilities in /proc/self/status.
+/// Parses the mask of effective capabilities in /proc/self/status.
 fn capabilities(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     u64::from_str_radix(line.trim(), 16).ok()
@@ -163,7 +163,7 @@ fn settings(config: &Config, facts: &mut HostFacts) {
     }
 }
 
-/// The drivers at which the frames of uplinks and of the underlay's interfaces arrive.
+/// Reads the drivers at which the frames of uplinks and of the underlay's interfaces arrive.
 fn drivers(bpffs: &Path, facts: &mut HostFacts) -> std::io::Result<()> {
     let Some(table) = &facts.links else { return Ok(()) };
     let ours = native::pinned(&Pins::new(bpffs));
@@ -173,8 +173,8 @@ fn drivers(bpffs: &Path, facts: &mut HostFacts) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Finds programs that do not belong to the agent with these pins: where packets come in, and wherever the agent has
-/// its own.
+/// Finds programs that do not belong to the agent with these pins, at the ingress of all links and at both hooks of the
+/// links at which the agent has programs.
 async fn strangers(bpffs: &Path, facts: &mut HostFacts) -> anyhow::Result<()> {
     let inventory = inventory::take(&Pins::new(bpffs)).await?;
     let ours: BTreeSet<u32> = inventory.programs.iter().map(|program| program.id).collect();

@@ -1,4 +1,4 @@
-//! What the facts mean for an agent. Pure.
+//! Judges the facts of a node for an agent. Pure.
 
 use super::{CheckLine, CheckStatus, facts::HostFacts};
 use crate::config::{Config, Firewall};
@@ -8,19 +8,19 @@ use egress_core::network::{
 };
 use egress_node::datapath::{load::remedy, strangers::Stranger};
 
-/// `bpf_loop`, which the programs use, came with this kernel.
+/// The first kernel with `bpf_loop`, which the programs use.
 const POSSIBLE: (u32, u32) = (5, 17);
-/// The oldest kernel with which everything is tested.
+/// The oldest kernel that is fully tested.
 pub(super) const TESTED: (u32, u32) = (6, 1);
-/// TCX came with this kernel.
+/// The first kernel with TCX.
 const TCX: (u32, u32) = (6, 6);
-/// Ports of other tunnels, with who uses them.
+/// The ports of other tunnels, with their users.
 const TAKEN_PORTS: [(u16, &str); 3] =
     [(4789, "VXLAN of most systems"), (8472, "VXLAN of Linux and many CNIs"), (6081, "Geneve")];
 /// Capabilities by number (linux/capability.h).
 const CAPABILITIES: [(u32, &str); 4] =
     [(39, "CAP_BPF"), (38, "CAP_PERFMON"), (12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW")];
-/// It includes CAP_BPF and CAP_PERFMON.
+/// The capability that includes CAP_BPF and CAP_PERFMON.
 const CAP_SYS_ADMIN: u32 = 21;
 
 pub(super) fn ok(check: &'static str, found: impl Into<String>) -> CheckLine {
@@ -36,7 +36,7 @@ pub(super) fn bad(
     CheckLine { check, status, found: found.into(), remedy: Some(remedy.into()) }
 }
 
-/// All lines, in the order in which the agent needs what they check.
+/// Returns the lines of all checks, in the order in which the agent needs the features that they check.
 pub(super) fn judge(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let mut lines = vec![kernel(facts), btf(facts), bpffs(facts), capabilities(facts), hooks(facts)];
     lines.extend(facts.strangers.iter().map(stranger));
@@ -63,7 +63,7 @@ pub(super) fn version(release: &str) -> Option<(u32, u32)> {
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
-/// The status of a kernel release.
+/// Returns the status of a kernel release.
 pub(super) fn of_kernel(release: &str) -> CheckStatus {
     match version(release) {
         Some(found) if found >= TESTED => CheckStatus::Ok,
@@ -189,7 +189,7 @@ fn tunnel(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     lines
 }
 
-/// The agent turns on what it needs, unless it may not write the setting.
+/// Checks whether forwarding is on. The agent turns it on where necessary, unless it may not write the setting.
 fn forwarding(facts: &HostFacts) -> Vec<CheckLine> {
     let off = |key: &str| facts.sysctls.get(key).is_some_and(|value| value == "0");
     let off: Vec<&str> =
@@ -205,7 +205,7 @@ fn forwarding(facts: &HostFacts) -> Vec<CheckLine> {
 fn reverse_path(facts: &HostFacts, config: &Config) -> CheckLine {
     let value = |name: &str| facts.sysctls.get(&format!("net/ipv4/conf/{name}/rp_filter")).map(String::as_str);
     let tunnel = value(&config.tunnel_name).filter(|_| facts.tunnels.contains(&config.tunnel_name));
-    // The kernel takes the larger one: 0 off, 1 strict, 2 loose.
+    // The kernel uses the larger of both values: 0 is off, 1 strict, 2 loose.
     if tunnel.max(tunnel.and(value("all"))) == Some("1") {
         let name = &config.tunnel_name;
         return bad(
@@ -294,7 +294,7 @@ fn interfaces(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     lines
 }
 
-/// Where a gateway forwards packets at the driver.
+/// Reports the interfaces at whose driver a gateway forwards packets.
 fn drivers(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     let (Some(table), Some(drivers)) = (&facts.links, &facts.drivers) else { return Vec::new() };
     let line = |link: &Link| match (&link.name, xdp::place(config.xdp, table, link.index, drivers)) {
@@ -314,7 +314,7 @@ fn drivers(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     facts.roles.gateway_interfaces().filter_map(|index| table.links.get(&index)).map(line).collect()
 }
 
-/// Whether the cluster's networks are known, according to the agent, which reads the objects.
+/// Checks whether the cluster's networks are known, according to the agent, which reads the objects.
 fn networks(facts: &HostFacts) -> Vec<CheckLine> {
     let Some(unnamed) = &facts.unnamed else {
         return vec![ok("networks", "no agent runs here that could report the cluster's networks")];
@@ -354,7 +354,7 @@ mod tests {
         }
     }
 
-    /// Uplinks, of which the first has a driver.
+    /// Returns the facts of a node with these uplinks, of which the first has `driver`.
     fn with_uplinks(links: Vec<Link>, driver: &Driver) -> HostFacts {
         let links: BTreeMap<u32, Link> = links.into_iter().map(|link| (link.index, link)).collect();
         let drivers = links.keys().next().map(|index| (*index, driver.clone())).into_iter().collect();
@@ -367,7 +367,7 @@ mod tests {
         judge(facts, &Config::default())
     }
 
-    /// The worst line of a check.
+    /// Returns the worst line of a check.
     fn of(facts: &HostFacts, check: &str) -> CheckLine {
         all(facts).into_iter().filter(|line| line.check == check).max_by_key(|line| line.status).unwrap()
     }

@@ -1,5 +1,5 @@
-//! Gathers the facts of a cluster in which Spillway need not be installed yet. Asks the API server, and decides
-//! nothing.
+//! Gathers the facts of a cluster in which Spillway need not be installed yet. Asks the API server, and does not judge
+//! the facts.
 
 use crate::store::Kubernetes;
 use anyhow::{Context as _, Result};
@@ -15,7 +15,7 @@ use k8s_openapi::{
 use kube::{Api, Client, api::ListParams, core::DynamicObject, discovery::ApiResource};
 use std::{net::IpAddr, path::Path};
 
-/// How many pods are examined for the networks that they are in.
+/// The maximum number of pods whose addresses are examined.
 const PODS: u32 = 500;
 /// The namespace that Spillway is installed into.
 const NAMESPACE: &str = "spillway";
@@ -23,44 +23,44 @@ const NAMESPACE: &str = "spillway";
 /// A node, according to its object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct NodeFacts {
-    /// Its name.
+    /// The node's name.
     pub name: String,
-    /// `uname -r`.
+    /// The kernel's release (`uname -r`).
     pub release: String,
-    /// `linux` or another system.
+    /// The operating system: `linux` or another.
     pub system: String,
-    /// As Go names it: `amd64`, `arm64`.
+    /// The architecture's name in Go: `amd64`, `arm64`.
     pub architecture: String,
 }
 
-/// What was found.
+/// The facts of a cluster.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ClusterFacts {
-    /// Of the API server: `1.36`.
+    /// The API server's version: `1.36`.
     pub version: String,
     /// The nodes.
     pub nodes: Vec<NodeFacts>,
-    /// Pods that were examined, and those of them that are in no Node's `podCIDRs`.
+    /// The number of examined pods.
     pub pods: usize,
-    /// As above.
+    /// Those pods' addresses that are in no Node's `podCIDRs`.
     pub unnamed: Vec<IpAddr>,
-    /// Networks of Services; absent where the cluster has no such objects.
+    /// The networks of Services; `None` if the cluster does not know ServiceCIDRs.
     pub services: Option<Vec<String>>,
     /// The address of the Service `kubernetes`.
     pub api_server: Option<String>,
-    /// The definitions of our kinds that are installed.
+    /// The installed definitions of our kinds.
     pub definitions: Vec<String>,
-    /// The names of DaemonSets of CNIs that are known here.
+    /// The names of known CNIs' DaemonSets.
     pub cnis: Vec<String>,
-    /// Policies of other egress gateways: kind, and how many.
+    /// The policies of other egress gateways: kind and number.
     pub others: Vec<(&'static str, usize)>,
     /// The PodSecurity level that Spillway's namespace enforces; absent if the namespace does not exist or sets none.
     pub pod_security: Option<String>,
-    /// What could not be read, and why.
+    /// The facts that could not be read, with the reasons.
     pub unread: Vec<String>,
 }
 
-/// DaemonSets of CNIs.
+/// The DaemonSets of CNIs.
 const CNIS: [&str; 8] =
     ["antrea-agent", "aws-node", "calico-node", "canal", "cilium", "kindnet", "kube-flannel-ds", "kube-router"];
 /// Kinds of other egress gateways, with group, version and plural.
@@ -69,7 +69,7 @@ const OTHERS: [(&str, &str, &str, &str); 2] = [
     ("Egress", "crd.antrea.io", "v1beta1", "egresses"),
 ];
 
-/// Asks the cluster of a kubeconfig, or the one that `kubectl` would use, or this pod's own. Fails if it does not answer at all.
+/// Asks the cluster of `kubeconfig`, the one that `kubectl` would use, or this pod's own. Fails if it does not answer at all.
 pub(super) async fn gather(kubeconfig: Option<&Path>) -> Result<ClusterFacts> {
     let client = Kubernetes::client_as_kubectl(kubeconfig, None).await?;
     let version = client.apiserver_version().await.context("the API server does not answer")?;
@@ -137,7 +137,7 @@ async fn objects(client: &Client, facts: &mut ClusterFacts) -> Result<(), kube::
     Ok(())
 }
 
-/// `None` if the cluster does not know the kind.
+/// Turns an answer into `None` if the cluster does not know the kind.
 fn if_known<T>(answer: Result<T, kube::Error>) -> Result<Option<T>, kube::Error> {
     match answer {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),

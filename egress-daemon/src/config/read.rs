@@ -1,4 +1,4 @@
-//! From YAML to a checked [`Config`]: every fault is found in one go, each with its field and what to write instead.
+//! Converts YAML to a checked [`Config`]. Reports all faults together, each with its field and a remedy.
 
 use super::{
     Announce, Config, Fault, Firewall, Foreign, LONGEST_LEASE, Setting,
@@ -12,12 +12,12 @@ use egress_common::limits;
 use egress_core::{model::Transport, network::xdp::Xdp};
 use serde_json::{Map, Value};
 
-/// RFC 4787, REQ-5: no UDP mapping expires in less than two minutes. (`limits::UDP_SECS` is what it recommends.)
+/// RFC 4787, REQ-5: no UDP mapping expires in less than two minutes. (`limits::UDP_SECS` is the recommended time.)
 const UDP_MINIMUM_SECS: u64 = 120;
 /// The longest time a log may be kept: ten years.
 const LONGEST_RETENTION_MS: u64 = 3_650 * 24 * 3_600_000;
 
-/// The configuration in the text, or everything that is wrong with it.
+/// Parses a configuration. Returns all faults if there are any.
 pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     let empty = text.iter().all(u8::is_ascii_whitespace);
     let value = if empty { Value::Null } else { yaml(text).map_err(|fault| vec![fault])? };
@@ -27,14 +27,14 @@ pub(super) fn config(text: &[u8]) -> Result<Config, Vec<Fault>> {
     if found.faults.is_empty() { Ok(config) } else { Err(found.faults) }
 }
 
-/// Every setting, in the order of the page that documents them.
+/// Returns the documentation of every setting, in the order of the page that documents them.
 pub(super) fn settings() -> Vec<Setting> {
     let mut found = Found::default();
     read(Value::Null, &mut found);
     found.settings
 }
 
-/// Every field: its name, its default and its meaning, and how it is read.
+/// Reads every field. This is the only list of the fields' names, defaults, meanings and parsers.
 fn read(value: Value, found: &mut Found) -> Config {
     let mut config = Config::default();
     let mut top = Section::new(String::new(), value, found);
@@ -168,7 +168,7 @@ fn read(value: Value, found: &mut Found) -> Config {
         ["Auto", "whether gateways forward packets at the drivers of their interfaces; `Native` also on veths"],
         &mut config.xdp,
         |v| {
-            // What YAML 1.1 makes of `Off` without quotes.
+            // YAML 1.1 reads `Off` without quotes as false.
             if v == &Value::Bool(false) {
                 return Ok(Xdp::Off);
             }
@@ -226,7 +226,7 @@ fn read(value: Value, found: &mut Found) -> Config {
             "what is logged: with `Leases`, gateways record which node held which ports when; with `Flows`, each node also records when \
              each flow began and ended, and for which pod",
         ], &mut config.flow_log.mode, |v| match v {
-            // As YAML reads Off without quotes.
+            // YAML 1.1 reads `Off` without quotes as false.
             Value::Bool(false) => Ok(Mode::Off),
             v => choice(v, &[("Off", Mode::Off), ("Leases", Mode::Leases), ("Flows", Mode::Flows)]),
         });
@@ -248,7 +248,7 @@ fn read(value: Value, found: &mut Found) -> Config {
     config
 }
 
-/// Values that each field allows by itself but not in combination.
+/// Returns the faults of values that are allowed individually but not in combination.
 fn contradictions(config: &Config) -> Vec<Fault> {
     let mut faults = Vec::new();
     let mut fault = |field: &str, message: String, remedy: &str| {
@@ -296,7 +296,7 @@ struct Section<'a> {
     found: &'a mut Found,
 }
 
-/// What reading finds: what is wrong, and which settings there are.
+/// The results of reading besides the configuration: the faults, and the documentation of the settings.
 #[derive(Default)]
 struct Found {
     faults: Vec<Fault>,
@@ -322,7 +322,7 @@ impl<'a> Section<'a> {
         if self.path.is_empty() { field.to_owned() } else { format!("{}.{field}", self.path) }
     }
 
-    /// Sets `place` if the field is there; an empty one (`udp:`) counts as absent.
+    /// Sets `place` if the field is present. An empty field (`udp:`) counts as absent.
     fn set<T>(
         &mut self,
         field: &'static str,
@@ -351,7 +351,7 @@ impl<'a> Section<'a> {
         section.finish();
     }
 
-    /// Rejects the fields that are left over.
+    /// Reports the fields that are left over as faults.
     fn finish(self) {
         for field in self.fields.keys() {
             self.found.faults.push(Fault {
@@ -363,7 +363,7 @@ impl<'a> Section<'a> {
     }
 }
 
-/// What may be written, taken from the remedies for wrong values: a mapping, and a duration of zero.
+/// Returns the accepted values of a setting, taken from the remedies for two wrong values: a mapping, and a duration of zero.
 fn values<T>(read: &impl Fn(&Value) -> Result<T, Refusal>) -> String {
     let wrong = [Value::Object(Map::new()), Value::from("0s")];
     let remedies = wrong.iter().filter_map(|wrong| Some(read(wrong).err()?.1));

@@ -18,7 +18,7 @@ fn faults(text: &str) -> Vec<(String, String)> {
     }
 }
 
-/// Asserts that a text has one fault, with all of `parts` in its message.
+/// Asserts that a text has one fault, in `field`, with all of `parts` in its message.
 fn refused(text: &str, field: &str, parts: &[&str]) {
     let found = faults(text);
     assert_eq!(found.iter().map(|(f, _)| f.as_str()).collect::<Vec<_>>(), [field], "{text}: {found:?}");
@@ -100,7 +100,7 @@ flowLog: {mode: Off, destinations: true, retention: 30d}
     assert_eq!(parse("flowLog: {mode: \"Off\", destinations: true, retention: 30d}").flow_log, expected.flow_log);
 }
 
-/// The fields below a section of a schema, which allows no others.
+/// Returns the fields below a section of a schema. Asserts that the schema allows no others.
 fn fields(section: &Value, prefix: &str) -> BTreeSet<String> {
     assert_eq!(section["additionalProperties"], false, "{prefix}");
     let of = |(name, value): (&String, &Value)| match value.get("properties") {

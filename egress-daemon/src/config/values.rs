@@ -1,22 +1,22 @@
-//! Single values of the configuration: what each may be, and what to write instead of a wrong one.
+//! Parses and checks single values of the configuration, with a remedy for each wrong value.
 
 use egress_core::health::ProbeTracker;
 use serde_json::Value;
 use std::{fmt::Display, net::SocketAddr, str::FromStr, time::Duration};
 
-/// The bounds of `maxFlows`: below, ordinary pods run out; above, the tables need more than 4 GiB.
+/// The bounds of `maxFlows`. Below them, ordinary pods run out of flows; above them, the tables need more than 4 GiB.
 pub(super) const FLOWS: std::ops::RangeInclusive<u64> = 1_024..=16_777_216;
-/// The longest idle time, which keeps all arithmetic on ticks far from overflow.
+/// The longest idle timeout. It keeps all arithmetic on ticks far from overflow.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// What a field should be, and what it is instead.
+/// A fault's message and its remedy.
 pub(super) type Refusal = (String, String);
 
 pub(super) fn refuse<T>(message: impl Into<String>, remedy: impl Into<String>) -> Result<T, Refusal> {
     Err((message.into(), remedy.into()))
 }
 
-/// A value as a message shows it, cut to a line.
+/// Formats a value for a message, shortened to one line.
 pub(super) fn shown(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {
@@ -43,7 +43,7 @@ pub(super) fn port(value: &Value) -> Result<u16, Refusal> {
     whole(value, 1..=65_535).map(|n| n as u16)
 }
 
-/// A number with one bit set, as a number or as a text in hexadecimal.
+/// Parses a value with exactly one bit set, written as a number or as hexadecimal text.
 pub(super) fn one_bit(value: &Value) -> Result<u32, Refusal> {
     let hexadecimal = || u64::from_str_radix(string(value)?.strip_prefix("0x")?, 16).ok();
     let number = value.as_u64().or_else(hexadecimal).and_then(|n| u32::try_from(n).ok());
@@ -125,7 +125,7 @@ pub(super) fn list<T>(
     items.iter().enumerate().map(item).collect()
 }
 
-/// A whole number and a unit: `500ms`, `300s`, `5m`, `2h`, `7d`.
+/// Parses a whole number and a unit: `500ms`, `300s`, `5m`, `2h`, `7d`.
 pub(super) fn duration(value: &Value) -> Result<Duration, Refusal> {
     let parsed = string(value).and_then(|text| {
         let unit = text.find(|c: char| !c.is_ascii_digit())?;

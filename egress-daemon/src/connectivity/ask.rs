@@ -10,26 +10,26 @@ use std::{
     time::Duration,
 };
 
-/// How long one query may take: two retransmissions of a SYN, and the time that the agent takes to select a new pod.
+/// The timeout of one query. It allows for two retransmissions of a SYN, and for the agent's selection of a new pod.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Connections for each UDP query.
+/// The number of TCP connections for each UDP query.
 const DATAGRAMS: u32 = 8;
-/// After this many failures the rest is not tried.
+/// The number of failures after which no more queries are sent.
 const FAILURES: usize = 3;
-/// The longest answer: an IPv6 address with port and line feed.
+/// The maximum length of an answer: an IPv6 address with port and line feed.
 const ANSWER: u64 = 64;
 
-/// What a pod was told by one server.
+/// The answers of one server to a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Asked {
     /// The server.
     pub server: SocketAddr,
-    /// How many TCP connections it saw with each source address.
+    /// The number of TCP connections that the server saw from each source address.
     pub tcp: BTreeMap<IpAddr, u32>,
-    /// How many UDP flows it saw with each source address.
+    /// The number of UDP flows that the server saw from each source address.
     pub udp: BTreeMap<IpAddr, u32>,
-    /// What failed: `TCP: connection refused`.
+    /// The failures: `TCP: connection refused`.
     pub errors: Vec<String>,
 }
 
@@ -54,7 +54,7 @@ impl Printable for Vec<Asked> {
     }
 }
 
-/// Asks a server with this many connections, one after the other, and an eighth as many datagrams, each with a port of its own.
+/// Queries a server sequentially: with this many connections, then an eighth as many datagrams. Each query has its own source port.
 pub fn ask(server: SocketAddr, connections: u32) -> Asked {
     let mut asked = Asked { server, tcp: BTreeMap::new(), udp: BTreeMap::new(), errors: Vec::new() };
     let Asked { tcp, udp, errors, .. } = &mut asked;

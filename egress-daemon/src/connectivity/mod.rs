@@ -1,7 +1,7 @@
-//! `kubectl spillway connectivity test`: whether packets of pods leave the cluster as its policies promise, as seen by a server outside it.
+//! `kubectl spillway connectivity test`: tests with a server outside the cluster whether pods' packets leave as the policies promise.
 //!
-//! [`serve`] is that server: it tells each client which source address it sees. [`ask`] queries it from a pod. [`trial`] decides which
-//! pods to start for which policies, and judges the answers; it is pure. The plugin starts the pods.
+//! [`serve`] is that server, which tells each client the source address that it sees. [`ask`] queries it from a pod. [`trial`] decides
+//! which pods to start for which policies, and judges the answers; it is pure. The plugin starts the pods.
 
 mod ask;
 mod serve;
@@ -12,5 +12,5 @@ pub use serve::{Server, ServerError};
 
 /// The default port of the server.
 pub const PORT: u16 = 8474;
-/// What a UDP query begins with. It is as long as the longest answer, so that the server cannot be used for amplification.
+/// The content of a UDP query. It is as long as the longest answer, so that the server cannot be used for amplification.
 const QUESTION: &[u8; 64] = b"spillway: which source address do you see?                      ";

@@ -8,15 +8,15 @@ use std::{
     time::Duration,
 };
 
-/// How long a client may take to accept an answer, which fits into every send buffer.
+/// The timeout for sending an answer to a client. An answer fits into every send buffer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Why the server does not run.
+/// Why the server cannot run.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen at {0}: {1}: name another address and port with --listen")]
 pub struct ServerError(SocketAddr, #[source] io::Error);
 
-/// A server that tells each client the source address that it sees, by TCP and by UDP.
+/// A server that tells each client the source address that it sees, over TCP and UDP.
 #[derive(Debug)]
 pub struct Server {
     tcp: TcpListener,
@@ -24,7 +24,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens at an address, by TCP and UDP.
+    /// Listens on an address, with TCP and UDP.
     pub fn bind(address: SocketAddr) -> Result<Server, ServerError> {
         let failed = |error| ServerError(address, error);
         let tcp = TcpListener::bind(address).map_err(failed)?;
@@ -32,17 +32,17 @@ impl Server {
         Ok(Server { tcp, udp })
     }
 
-    /// Where it listens.
+    /// Returns the address on which the server listens.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.tcp.local_addr()
     }
 
-    /// Answers, until a socket fails.
+    /// Answers clients until a socket fails.
     pub fn run(self) -> io::Result<()> {
         let Server { tcp, udp } = self;
         let datagrams = thread::spawn(move || answer_datagrams(&udp));
         for stream in tcp.incoming() {
-            // A client that left before its answer affects no other.
+            // A client that leaves before its answer must not affect others.
             let _gone = stream.and_then(|stream| answer(&stream));
             if datagrams.is_finished() {
                 break;
@@ -63,18 +63,18 @@ fn answer_datagrams(socket: &UdpSocket) -> io::Result<()> {
     loop {
         match socket.recv_from(&mut question) {
             Ok((length, seen)) if question.get(..length) == Some(QUESTION) => {
-                // Nobody waits for an answer that cannot be sent: the client counts it as lost.
+                // If the answer cannot be sent, the client counts it as lost.
                 let _lost = socket.send_to(format!("{}\n", unmapped(seen)).as_bytes(), seen);
             }
             Ok(_) => {}
-            // An ICMP error about an earlier answer.
+            // This is an ICMP error about an earlier answer.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
             Err(error) => return Err(error),
         }
     }
 }
 
-/// The address as its owner knows it: an IPv6 socket sees IPv4 clients with mapped addresses.
+/// Returns the client's own form of its address. An IPv6 socket sees IPv4 clients with mapped addresses.
 fn unmapped(seen: SocketAddr) -> SocketAddr {
     SocketAddr::new(seen.ip().to_canonical(), seen.port())
 }

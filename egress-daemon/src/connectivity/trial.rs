@@ -1,4 +1,4 @@
-//! Decides which pods show whether policies keep their promises, and whether they do. Pure.
+//! Chooses the pods that test whether policies keep their promises, and judges the results. Pure.
 
 use super::ask::Asked;
 use egress_core::model::{Distribution, Labels, Policy, Selector, ZoneMode};
@@ -9,22 +9,22 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-/// What the names of pods and namespaces of the test begin with.
+/// The prefix of the names of the test's pods and namespaces.
 pub const PREFIX: &str = "spillway-test";
-/// Connections of a pod whose policy does not promise to use all egress IPs.
+/// The number of connections of a pod whose policy does not promise to use all egress IPs.
 const CONNECTIONS: u32 = 16;
-/// Connections for each egress IP that has to be seen: with this many, one of them is missed by chance once in 10^10
-/// tests.
+/// The number of connections for each egress IP that must be seen. With this many, a test misses an egress IP by chance
+/// once in 10^10 times.
 const CONNECTIONS_EACH: u64 = 24;
-/// With more connections than this a test takes too long, and does not ask whether all egress IPs are used.
+/// The maximum number of connections. A test that needs more takes too long, and does not check that all egress IPs are used.
 const MAX_CONNECTIONS: u64 = 4_000;
 
-/// An egress IP of a policy, as in its status.
+/// An egress IP of a policy, as in the policy's status.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slot {
     /// The address.
     pub address: IpAddr,
-    /// Its share of new flows, relative to the others'.
+    /// Its share of new flows, relative to the other slots' weights.
     pub weight: u32,
     /// Whether its gateway is alive.
     pub healthy: bool,
@@ -35,12 +35,12 @@ pub struct Slot {
 pub struct Known {
     /// The policy.
     pub policy: Policy,
-    /// Its egress IPs without those that drain.
+    /// Its egress IPs except draining ones.
     pub slots: Vec<Slot>,
 }
 
 impl Known {
-    /// Its kind and name.
+    /// Returns the policy's kind and name.
     pub fn name(&self) -> String {
         self.policy.id.to_string()
     }
@@ -49,14 +49,14 @@ impl Known {
 /// The namespace of a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Home {
-    /// One that exists.
+    /// An existing namespace.
     Existing(String),
-    /// One that is created with these labels for the test, and deleted after it.
+    /// A namespace that is created with these labels for the test, and deleted afterwards.
     New(String, Labels),
 }
 
 impl Home {
-    /// Its name.
+    /// Returns the namespace's name.
     pub fn name(&self) -> &str {
         match self {
             Home::Existing(name) | Home::New(name, _) => name,
@@ -64,7 +64,7 @@ impl Home {
     }
 }
 
-/// What a server must see.
+/// A rule for the source addresses that a server sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// Only these addresses, and each of them.
@@ -77,21 +77,21 @@ pub enum Rule {
     NoneOf,
 }
 
-/// What one server must see of a pod.
+/// The source addresses that one server may see of a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Promise {
     /// The server.
     pub server: SocketAddr,
-    /// What it must see of `addresses`.
+    /// The rule for `addresses`.
     pub rule: Rule,
-    /// Egress IPs of the server's family.
+    /// The egress IPs of the server's family.
     pub addresses: BTreeSet<IpAddr>,
 }
 
-/// A pod, and what servers must see of it.
+/// A pod, and the source addresses that servers may see of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trial {
-    /// The policy; none for the pod that no policy selects.
+    /// The policy; `None` for the pod that no policy selects.
     pub policy: Option<String>,
     /// The pod's name.
     pub pod: String,
@@ -99,24 +99,24 @@ pub struct Trial {
     pub home: Home,
     /// Its labels.
     pub labels: Labels,
-    /// On which nodes it may run.
+    /// The nodes on which it may run.
     pub nodes: Selector,
-    /// How many connections it opens to each server.
+    /// The number of connections that it opens to each server.
     pub connections: u32,
-    /// What servers must see.
+    /// The promises, one for each server.
     pub promises: Vec<Promise>,
 }
 
-/// A policy, or the pod that no policy selects, and how it is tested.
+/// The test of a policy, or of the pod that no policy selects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Case {
-    /// By a pod.
+    /// Tested with a pod.
     Tried(Trial),
-    /// Not at all.
+    /// Not tested.
     Skipped {
-        /// The policy; none for the pod that no policy selects.
+        /// The policy; `None` for the pod that no policy selects.
         policy: Option<String>,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
@@ -124,13 +124,13 @@ pub enum Case {
 /// A pod that does not exist yet.
 struct Subject {
     home: Home,
-    /// The labels that the namespace has, or will have.
+    /// The labels that the namespace has or will have.
     namespace: Labels,
     labels: Labels,
     nodes: Selector,
 }
 
-/// One case for each policy, and one for a pod that no policy selects. `namespaces` are those of the cluster, with their labels.
+/// Returns a case for each policy, and one for a pod that no policy selects. `namespaces` are the cluster's namespaces with their labels.
 pub fn cases(known: &[Known], namespaces: &[(String, Labels)], servers: &[SocketAddr]) -> Vec<Case> {
     let policies = known.iter().enumerate().map(|(n, one)| {
         let name = format!("{PREFIX}-{n}");
@@ -141,7 +141,7 @@ pub fn cases(known: &[Known], namespaces: &[(String, Labels)], servers: &[Socket
     policies.chain([unselected(known, servers)]).collect()
 }
 
-/// A pod that a policy selects, or why there is none.
+/// Returns a pod that a policy selects, or why no pod can be.
 fn subject(policy: &Policy, name: &str, namespaces: &[(String, Labels)]) -> Result<Subject, String> {
     let mut reason = "it has no selectors".to_owned();
     for selector in &policy.selectors {
@@ -159,7 +159,7 @@ fn subject(policy: &Policy, name: &str, namespaces: &[(String, Labels)]) -> Resu
     Err(reason)
 }
 
-/// A namespace that a selector selects, with its labels: a new one, unless the selector asks for a name.
+/// Returns a namespace that a selector selects, with its labels. The namespace is new unless the selector requires a name.
 fn home(selector: Option<&Selector>, name: &str, namespaces: &[(String, Labels)]) -> Option<(Home, Labels)> {
     let everything = Selector::everything();
     let selector = selector.unwrap_or(&everything);
@@ -205,8 +205,8 @@ fn of_policy(
     Ok(Trial { policy: Some(one.name()), pod, home, labels, nodes, connections, promises })
 }
 
-/// What a policy promises for packets to a server, and how many connections verify it. `None` if it has no egress IP for
-/// them.
+/// Returns a policy's promise for packets to a server, and the number of connections that verify it. Returns `None` if it
+/// has no egress IP for them.
 fn promise(one: &Known, server: SocketAddr) -> Option<(Promise, u32)> {
     let slots: Vec<&Slot> = one.slots.iter().filter(|slot| slot.address.is_ipv4() == server.is_ipv4()).collect();
     let least = slots.iter().map(|slot| slot.weight).min()?.max(1);
@@ -223,7 +223,7 @@ fn promise(one: &Known, server: SocketAddr) -> Option<(Promise, u32)> {
     Some((Promise { server, rule, addresses }, if rule == Rule::All { needed as u32 } else { CONNECTIONS }))
 }
 
-/// The pod that no policy selects must not leave with anybody's egress IP.
+/// Returns the case of the pod that no policy selects. Its packets must not leave with any policy's egress IP.
 fn unselected(known: &[Known], servers: &[SocketAddr]) -> Case {
     let pod = format!("{PREFIX}-unselected");
     let namespace = Labels::from([(NAMESPACE_NAME.to_owned(), pod.clone())]);
@@ -239,8 +239,8 @@ fn unselected(known: &[Known], servers: &[SocketAddr]) -> Case {
     Case::Tried(Trial { policy: None, pod, home, labels, nodes, connections: CONNECTIONS, promises })
 }
 
-/// The policy that takes a pod's packets for a destination: the longest prefix wins, then the older policy. The pod's
-/// node is not known yet, so policies for some nodes count as if they were for all.
+/// Returns the policy that takes a pod's packets for a destination: the longest prefix wins, then the older policy. The
+/// pod's node is not known yet, so policies for some nodes count as if they were for all nodes.
 fn winner<'a>(known: &'a [Known], subject: &Subject, to: IpAddr) -> Option<&'a Known> {
     let selects = |policy: &Policy| {
         let holds = |selector: &Option<Selector>, labels| selector.as_ref().is_none_or(|one| one.matches(labels));
@@ -251,13 +251,13 @@ fn winner<'a>(known: &'a [Known], subject: &Subject, to: IpAddr) -> Option<&'a K
     candidates.max_by(|(a, one), (b, other)| a.cmp(b).then(other.policy.precedence(&one.policy))).map(|(_, one)| one)
 }
 
-/// The length of the longest prefix by which a policy steers packets for a destination.
+/// Returns the length of the longest prefix by which a policy steers packets for a destination.
 fn prefix(policy: &Policy, to: IpAddr) -> Option<u8> {
     let longest = |nets: &[IpNet]| nets.iter().filter(|net| net.contains(&to)).map(IpNet::prefix_len).max();
     longest(&policy.destinations).filter(|_| longest(&policy.excluded).is_none())
 }
 
-/// What is wrong with what servers saw of a pod; empty if every promise was kept.
+/// Returns the broken promises for a pod; empty if all were kept.
 pub fn judge(trial: &Trial, asked: &[Asked]) -> Vec<String> {
     let of = |promise: &Promise| match asked.iter().find(|one| one.server == promise.server) {
         Some(asked) => broken(promise, asked),
@@ -270,7 +270,7 @@ fn broken(promise: &Promise, asked: &Asked) -> Vec<String> {
     let Promise { server, rule, addresses } = promise;
     let seen = sources(asked);
     let mut problems = Vec::new();
-    // Whether a pod that no policy selects reaches the outside at all is not Spillway's promise.
+    // Spillway does not promise that a pod that no policy selects reaches the outside at all.
     if let (true, Some(error)) = (*rule != Rule::NoneOf, asked.errors.first()) {
         problems.push(format!("{} failures at {server}, the first: {error}", asked.errors.len()));
     }
@@ -289,7 +289,7 @@ fn broken(promise: &Promise, asked: &Asked) -> Vec<String> {
     problems
 }
 
-/// How often a server saw each source address, by TCP and UDP together.
+/// Returns how often a server saw each source address, over TCP and UDP together.
 pub fn sources(asked: &Asked) -> BTreeMap<IpAddr, u32> {
     let mut seen = asked.tcp.clone();
     for (source, count) in &asked.udp {

@@ -14,27 +14,27 @@ use kube::core::object::HasStatus;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Writes in flight at once.
+/// The number of concurrent writes.
 const CONCURRENT: usize = 16;
-/// The reason of the conditions of a policy that some nodes have not carried out yet. Their messages count these nodes.
+/// The reason in the conditions of a policy that some nodes have not programmed yet. Their messages count these nodes.
 const PROGRAMMING: &str = "Programming";
 
 /// Which differences are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Differences {
-    /// All.
+    /// All, except small ones in the block shares of egress IPs.
     All,
-    /// Not those that are only numbers of pods, and shares of blocks that follow from them: otherwise each pod would cost a write for each
-    /// of its egress IPs and policies.
+    /// All except numbers of pods, and block shares that follow from them. Otherwise each pod would cost a write for each of its egress IPs
+    /// and policies.
     News,
 }
 
-/// What is written.
+/// The scope of writing.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scope<'a> {
-    /// Which differences.
+    /// The differences that are written.
     pub(super) which: Differences,
-    /// The objects that are left alone, because the last write of their status failed a moment ago.
+    /// The objects that are left alone, because the last write of their status failed recently.
     pub(super) waiting: &'a BTreeSet<ObjectRef>,
 }
 
@@ -42,19 +42,19 @@ pub(super) struct Scope<'a> {
 #[derive(Debug, Default)]
 pub(super) struct Applied {
     pub(super) writes: u64,
-    /// How many of them wrote nothing but numbers of pods, and what follows from them.
+    /// The number of these writes that changed only numbers of pods and their consequences.
     pub(super) numbers: u64,
-    /// Whether a difference that is no news was not written.
+    /// Whether a difference was not written because it is not news.
     pub(super) outdated: bool,
-    /// Errors of Spillway's own objects: the plan is not in force.
+    /// Errors of Spillway's own objects, after which the plan is not in force.
     pub(super) errors: Vec<StoreError>,
-    /// Errors of what no node waits for: statuses of objects that users write, and leases of nodes that are gone. Conflicts are not
-    /// among them: the store shows a newer version soon, and that is a reason for another round.
+    /// Errors of objects that no node waits for: statuses of users' objects, and leases of nodes that are gone. Conflicts do not count,
+    /// because the store shows the newer version soon, which causes another round.
     pub(super) minor: Vec<StoreError>,
 }
 
 impl Applied {
-    /// Whether another process leads now.
+    /// Returns whether another process leads now.
     pub(super) fn is_fenced(&self) -> bool {
         self.errors.iter().any(|error| matches!(error, StoreError::Fenced(_)))
     }
@@ -86,26 +86,24 @@ impl Applied {
     }
 }
 
-/// What was done with an object.
+/// The outcome for one object.
 enum Written {
-    /// It was written, in this many writes.
+    /// The object was written, in this many writes.
     Times(u64),
-    /// The same, and no more than numbers of pods differed.
+    /// Like [`Self::Times`], but only numbers of pods differed.
     Numbers(u64),
-    /// It differs, but not in news.
+    /// The object differs, but not in news, and was not written.
     Later,
 }
 
-/// 1 if a write made a new version. A store that has no place for anything that differs makes none.
+/// Returns 1 if a write made a new version, and 0 if the store cannot hold any of the fields that differ.
 fn times<T: Stored>(before: &T, after: &T) -> u64 {
     u64::from(before.meta().resource_version != after.meta().resource_version)
 }
 
-/// Writes the differences: egress IPs and their gateways first, then what source nodes may use, then what users read; then deletes what is
-/// no longer needed, and last these leases. An egress IP never names a carrier whose object most agents do not see yet: while its object
-/// is missing they would begin to follow all nodes (`store::kubernetes::needed`). A failure does not stop the rest, except that nothing
-/// is deleted after an error of Spillway's own objects. An object that somebody else has written since `desired` was made is left as it
-/// is.
+/// Writes the differences in the order of [`apply_part`]. Then deletes objects that are no longer needed, and last `leases`. A failure does
+/// not stop the other writes, but nothing is deleted after an error of Spillway's own objects. An object that another process has written
+/// since `desired` was made stays as it is.
 pub(super) async fn apply(store: &Store, desired: Desired, scope: Scope<'_>, leases: Vec<Arc<Lease>>) -> Applied {
     let Desired { egress_ips, egress_nodes, .. } = &desired;
     let wanted = |name: &Option<String>, is_wanted: &dyn Fn(&str) -> bool| name.as_deref().is_some_and(is_wanted);
@@ -135,7 +133,9 @@ impl Scope<'_> {
     }
 }
 
-/// The same for some objects: nothing is deleted.
+/// Writes the differences of these objects and deletes nothing: first EgressNodes that every agent will follow, then EgressIPs, other
+/// EgressNodes, and statuses for users. An EgressIP must not name a carrier whose EgressNode most agents do not see yet, because they would
+/// start to follow all nodes (`store::kubernetes::needed`).
 pub(super) async fn apply_part(store: &Store, desired: Desired, scope: Scope<'_>) -> Applied {
     let mut applied = Applied::default();
     let Desired { egress_ips, egress_nodes, policies, namespaced_policies, pools, .. } = desired;
@@ -156,8 +156,8 @@ pub(super) async fn apply_part(store: &Store, desired: Desired, scope: Scope<'_>
     applied
 }
 
-/// Whether two statuses of a policy differ in more than numbers of pods. Whether it has any is no mere number: its author looks at that
-/// right after writing it.
+/// Returns whether two statuses of a policy differ in more than numbers of pods. The difference between none and some pods is news, because
+/// a policy's author looks at it right after writing the policy.
 pub(super) fn is_news_of_policy(old: &EgressGatewayPolicyStatus, new: &EgressGatewayPolicyStatus) -> bool {
     let uncounted = |status: &EgressGatewayPolicyStatus| {
         let mut status = status.clone();
@@ -169,7 +169,7 @@ pub(super) fn is_news_of_policy(old: &EgressGatewayPolicyStatus, new: &EgressGat
     uncounted(old) != uncounted(new)
 }
 
-/// The same of an Egress, where only messages have numbers.
+/// Like [`is_news_of_policy`] for an Egress, where only messages have numbers.
 pub(super) fn is_news_of_egress(old: &EgressStatus, new: &EgressStatus) -> bool {
     let uncounted = |status: &EgressStatus| {
         let mut status = status.clone();
@@ -179,7 +179,7 @@ pub(super) fn is_news_of_egress(old: &EgressStatus, new: &EgressStatus) -> bool 
     uncounted(old) != uncounted(new)
 }
 
-/// Removes messages that count pods, or nodes that have not carried a policy out yet.
+/// Removes messages that count pods, or nodes that have not programmed a policy yet.
 fn uncount(conditions: &mut [Condition]) {
     let counts = |condition: &&mut Condition| {
         let reasons = [Reason::DoesNotFit, Reason::PodWithoutInterface, Reason::PodNotStarted];
@@ -189,12 +189,12 @@ fn uncount(conditions: &mut [Condition]) {
     conditions.iter_mut().filter(counts).for_each(|condition| condition.message.clear());
 }
 
-/// Whether two statuses of an egress IP differ in more than the share of each node, which counts where blocks are scarce.
+/// Returns whether two different statuses of an egress IP differ in more than each node's share of blocks, or blocks are scarce.
 pub(super) fn is_news_of_egress_ip(old: &EgressIPStatus, new: &EgressIPStatus) -> bool {
     old.blocks_scarce || old.blocks_starved || EgressIPStatus { block_share: new.block_share, ..old.clone() } != *new
 }
 
-/// Whether the shares of each node differ so much that nodes would keep too many blocks, or too few.
+/// Returns whether each node's share of blocks has changed so much that nodes would keep too many or too few blocks.
 pub(super) fn is_far(old: &EgressIPStatus, new: &EgressIPStatus) -> bool {
     let (less, more) = (old.block_share.min(new.block_share), old.block_share.max(new.block_share));
     more > 2 * less
@@ -253,7 +253,7 @@ async fn egress_ip(store: &Store, wanted: EgressIP, which: Differences) -> Resul
     Ok(if news { Written::Times(writes + 1) } else { Written::Numbers(1) })
 }
 
-/// Whether two objects have the same labels; absent labels equal an empty list.
+/// Returns whether two objects have the same labels. Absent labels equal an empty map.
 fn same_labels(a: &ObjectMeta, b: &ObjectMeta) -> bool {
     a.labels.iter().flatten().eq(b.labels.iter().flatten())
 }

@@ -1,5 +1,5 @@
-//! How long the connections of egress IPs that were taken out of their pools may continue. The condition `Draining` has the start
-//! of each drain, and outlives a controller. Pure.
+//! Computes how long connections may continue after their egress IP has left its pool. The condition `Draining` stores the start of
+//! each drain, so that a drain outlives a controller. Pure.
 
 use egress_objects::api::EgressIP;
 use egress_objects::snapshot::draining_since;
@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::time::Duration;
 
-/// The time that each draining egress IP has left. `None`: it is over.
+/// Returns the remaining time of each draining egress IP; `None` if it is over.
 fn left<'a, T: Borrow<EgressIP> + 'a>(
     egress_ips: impl IntoIterator<Item = &'a T>,
     timeout: Duration,
@@ -23,7 +23,7 @@ fn left<'a, T: Borrow<EgressIP> + 'a>(
     })
 }
 
-/// The egress IPs whose time is over.
+/// Returns the egress IPs whose drain is over.
 pub(super) fn over<'a, T: Borrow<EgressIP> + 'a>(
     egress_ips: impl IntoIterator<Item = &'a T>,
     timeout: Duration,
@@ -32,7 +32,7 @@ pub(super) fn over<'a, T: Borrow<EgressIP> + 'a>(
     left(egress_ips, timeout, now).filter(|(_, left)| left.is_none()).map(|(address, _)| address).collect()
 }
 
-/// The time until the next one's is over.
+/// Returns the time until the next drain is over.
 pub(super) fn next<'a, T: Borrow<EgressIP> + 'a>(
     egress_ips: impl IntoIterator<Item = &'a T>,
     timeout: Duration,

@@ -1,4 +1,4 @@
-//! What users would want to know, as Kubernetes events.
+//! Kubernetes events about changes that concern users.
 
 use crate::store::{Key, Kind, Note, ObjectRef};
 use egress_core::{
@@ -16,11 +16,11 @@ pub struct Event {
     pub object: String,
     /// The object in the store.
     pub about: ObjectRef,
-    /// Whether somebody should look at it.
+    /// Whether it is a warning.
     pub warning: bool,
-    /// What happened, in one word.
+    /// The reason, in one word.
     pub reason: &'static str,
-    /// What happened, in a sentence.
+    /// The message, in a sentence.
     pub message: String,
 }
 
@@ -31,13 +31,13 @@ impl fmt::Display for Event {
 }
 
 impl Event {
-    /// The event of a policy that cannot be carried out as it is written.
+    /// Returns the event of a policy that cannot be carried out as written.
     pub(super) fn refused(policy: &PolicyId, message: &str) -> Event {
         let (object, reason) = (format!("policy {policy}"), Reason::Invalid.as_str());
         Event { object, about: object_of(policy), warning: true, reason, message: message.to_owned() }
     }
 
-    /// The event of something in a node's objects that is not believed.
+    /// Returns the event of a problem in a node's objects; `None` for other objects.
     pub(super) fn of_node(problem: &Problem) -> Option<Event> {
         let kind = match problem.kind {
             "Node" => Kind::Node,
@@ -50,7 +50,7 @@ impl Event {
         Some(Event { object, about, warning: true, reason, message })
     }
 
-    /// The event of a change; `None` for routine changes.
+    /// Returns the event of a change; `None` for routine changes.
     pub(super) fn of(change: &Change) -> Option<Event> {
         let egress_ip = |address: &std::net::IpAddr| {
             let about = ObjectRef { kind: Kind::EgressIP, key: Key::cluster(&egress_ip_name(*address)) };
@@ -95,14 +95,14 @@ impl Event {
         }
     }
 
-    /// The same, as the store accepts it.
+    /// Converts the event to the store's form.
     pub(super) fn note(self) -> Note {
         let Event { about, warning, reason, message, .. } = self;
         Note { about, warning, reason, message }
     }
 }
 
-/// The object of a policy.
+/// Returns the object of a policy.
 fn object_of(policy: &PolicyId) -> ObjectRef {
     let kind = match policy.kind {
         PolicyKind::Native => Kind::EgressGatewayPolicy,

@@ -1,9 +1,9 @@
-//! The planner's shell: leads or stands by, reads the store, plans, and writes what the plan changes. May know the
-//! store, the planner and the clock; knows neither the kernel nor the host.
+//! The planner's shell: leads or stands by, reads the store, plans, and writes the plan's changes. May depend on the store,
+//! the planner and the clock, but not on the kernel or the host.
 //!
-//! Level-triggered: each round starts from the objects as they are, so that a controller that takes over finishes what the
-//! one before it left half done. Errors are reported and the round is retried; none ends the loop. Between two such rounds,
-//! a few changed pods or reports are merged into the last round's plan (`partial`), with the same result.
+//! Level-triggered: each round starts from the current objects, so that a new leader completes a predecessor's unfinished
+//! writes. Errors are reported and the round is retried; none ends the loop. Between two such rounds, a few changed pods or
+//! reports are merged into the last round's plan (`partial`), with the same result.
 
 mod apply;
 mod drains;
@@ -25,25 +25,25 @@ use egress_core::{health::LeaseTimes, model::PolicyId};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How a controller behaves.
+/// The settings of a controller.
 #[derive(Clone, Debug)]
 pub struct ControllerConfig {
     /// Its identity among all controllers: a name that no other live process has.
     pub identity: String,
-    /// How long the leadership stays with a controller that does not renew it.
+    /// How long a controller keeps the leadership without renewing it.
     pub lease_duration: Duration,
-    /// How often the leader renews it.
+    /// The interval at which the leader renews its lease.
     pub renew_every: Duration,
-    /// When gateways count as dead, and when the port blocks of nodes that are gone are given to others.
+    /// The times after which gateways count as dead, and after which port blocks of absent nodes go to others.
     pub gateways: LeaseTimes,
-    /// How many floating egress IPs a node may own without an annotation.
+    /// The most floating egress IPs that a node without an annotation may own.
     pub max_egress_ips: Option<u32>,
-    /// For how long an egress IP that was taken out of its pool keeps its connections.
+    /// How long an egress IP keeps its connections after it has left its pool.
     pub drain_timeout: Duration,
 }
 
 impl ControllerConfig {
-    /// The defaults, for a controller with this identity.
+    /// Returns the defaults for a controller with this identity.
     pub fn new(identity: String) -> Self {
         ControllerConfig {
             identity,
@@ -56,28 +56,28 @@ impl ControllerConfig {
     }
 }
 
-/// What a controller does, for metrics and health checks.
+/// A controller's state, for metrics and health checks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ControllerReport {
-    /// The epoch of its leadership; absent while another one leads.
+    /// The epoch of its leadership; absent while another controller leads.
     pub epoch: Option<u64>,
-    /// Rounds of planning so far.
+    /// The number of rounds so far.
     pub rounds: u64,
-    /// Those of them that took in a few changes, without reading everything.
+    /// The number of those rounds that were partial, without reading everything.
     pub partial: u64,
-    /// Objects written so far.
+    /// The number of writes so far.
     pub writes: u64,
-    /// How long the last plan took to make.
+    /// The duration of the last planning.
     pub planning: Duration,
-    /// What failed the last round.
+    /// The error of the last round.
     pub error: Option<String>,
-    /// How many objects have an old status, because the new one cannot be written. That fails no round.
+    /// The number of objects with an outdated status, because the new one cannot be written. This does not fail a round.
     pub unwritten: usize,
-    /// How many pods each policy selects, by the plan; empty while another one leads.
+    /// The number of pods that each policy selects, by the plan; empty while another controller leads.
     pub endpoints: BTreeMap<PolicyId, u32>,
 }
 
-/// How long to wait after that many failures in a row: `first` after one, twice as long after each further one, up to `longest`.
+/// Returns the pause after this many consecutive failures: `first` after one, doubled after each further failure, up to `longest`.
 fn pause(first: Duration, longest: Duration, failures: u32) -> Duration {
     first.saturating_mul(2_u32.saturating_pow(failures.saturating_sub(1))).min(longest)
 }

@@ -1,5 +1,5 @@
-//! Takes in a few changes without reading everything: pods that came, went or changed, what agents report, and what
-//! this controller wrote itself. Everything else, and whatever could follow from it, needs a full round.
+//! Partial rounds, which process a few changes without reading everything: new, changed and deleted pods, agents' reports,
+//! and this controller's own writes. All other changes need a full round.
 
 use crate::store::{Key, Kind, Store, Stored};
 use egress_core::{
@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-/// The kinds of objects that a plan is made from, other than those in which CNIs name networks.
+/// The kinds of objects that a plan is made from, except those in which CNIs name networks.
 const KINDS: [Kind; 11] = [
     Kind::EgressGatewayPolicy,
     Kind::EgressPolicy,
@@ -43,38 +43,38 @@ impl Revisions {
         Self(kinds.map(|kind| (kind, store.revision_of(kind))).collect())
     }
 
-    /// Whether no CNI has changed what it says about networks.
+    /// Returns whether the objects in which CNIs name networks are unchanged.
     fn has_networks_of(&self, store: &Store) -> bool {
         Kind::of_networks().all(|kind| self.0.get(&kind) == Some(&store.revision_of(kind)))
     }
 
-    /// The objects of a kind that came, went or changed since then, as they are now. `None` if that is no longer known.
+    /// Returns the current state of each object of a kind that has changed since these revisions, or `None` if the store no longer knows.
     fn changed<T: Stored>(&self, store: &Store) -> Option<BTreeMap<Key, Option<Arc<T>>>> {
         let keys = store.changed::<T>(*self.0.get(&T::KIND)?)?;
         Some(keys.into_iter().map(|key| (key.clone(), store.get::<T>(&key))).collect())
     }
 }
 
-/// What is known after a successful round. All of it belongs together: if it cannot be updated, it is discarded, and a
-/// full round makes it anew.
+/// The state after a successful round. Its parts belong together: if it cannot be updated, it is discarded, and a full
+/// round rebuilds it.
 pub(super) struct Known {
     pub(super) memo: Memo,
-    /// What in the objects could not be understood.
+    /// The problems in the objects.
     problems: Vec<Problem>,
-    /// What each EgressNode object says.
+    /// The spec of each EgressNode.
     nodes: BTreeMap<String, EgressNodeSpec>,
-    /// Those that every agent follows.
+    /// The EgressNodes that every agent follows.
     public: BTreeSet<String>,
 }
 
 impl Known {
-    /// After `wanted` is written.
+    /// Returns the state after `wanted` is written.
     pub(super) fn new(memo: Memo, problems: Vec<Problem>, wanted: &Desired) -> Self {
         Self { memo, problems, nodes: specs(wanted).collect(), public: public(wanted).collect() }
     }
 
-    /// Updates itself and `plan` with what changed in the store since these revisions. Returns the desired objects that may
-    /// differ from the actual ones. `None`: a full round is needed.
+    /// Updates this state and `plan` with the store's changes since these revisions. Returns the desired objects that may
+    /// differ from the actual ones, or `None` if a full round is needed.
     pub(super) fn take_in(
         self,
         store: &Store,
@@ -120,7 +120,7 @@ impl Known {
         Some((Known { memo, problems, nodes, public }, desired))
     }
 
-    /// `Some` if the changed nodes mean the same as before.
+    /// Returns `Some` if the changed nodes translate to the same model as before.
     fn nodes(&self, store: &Store, since: &Revisions) -> Option<()> {
         let known = &self.memo.snapshot().nodes;
         for (_, object) in since.changed::<Node>(store)? {
@@ -135,7 +135,7 @@ impl Known {
         Some(())
     }
 
-    /// What nodes' agents report now, if it has changed and our own part has not.
+    /// Returns the changed reports of agents, or `None` if more than an EgressNode's report has changed.
     fn reports(&self, store: &Store, since: &Revisions) -> Option<BTreeMap<NodeName, NodeReport>> {
         let mut reports = BTreeMap::new();
         for (key, object) in since.changed::<EgressNode>(store)? {
@@ -170,7 +170,7 @@ fn specs(desired: &Desired) -> impl Iterator<Item = (String, EgressNodeSpec)> {
     desired.egress_nodes.iter().map(|(name, object)| (name.clone(), object.spec.clone()))
 }
 
-/// The objects of a kind that changed, if all of them exist and correspond to something that is known.
+/// Returns the changed objects of a kind if all of them exist and translate to a known model.
 fn alike<T: Stored, M>(
     store: &Store,
     since: &Revisions,
@@ -181,7 +181,7 @@ fn alike<T: Stored, M>(
     objects.filter(|objects| objects.iter().all(|object| read(object).is_ok_and(|model| is_known(&model))))
 }
 
-/// The policies whose objects changed, if they still mean the same.
+/// Returns the policies whose objects changed if all of them still translate to the same model.
 fn policies(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeSet<PolicyId>> {
     let known = |policy: &Policy| snapshot.policies.get(&policy.id) == Some(policy);
     let own = alike(store, since, translate::policy, known)?;
@@ -201,7 +201,7 @@ fn ids<T: Stored>(kind: PolicyKind, objects: &[Arc<T>]) -> impl Iterator<Item = 
     objects.iter().map(move |object| PolicyId::new(kind, &Key::of(object.as_ref()).to_string()))
 }
 
-/// `Some` if the changed namespaces have the same labels as before.
+/// Returns `Some` if the changed namespaces have the same labels as before.
 fn namespaces(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<()> {
     for (_, object) in since.changed::<Namespace>(store)? {
         let (name, labels) = namespace(object?.as_ref());
@@ -212,7 +212,7 @@ fn namespaces(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<(
     Some(())
 }
 
-/// The egress IPs whose objects changed, if they match the plan.
+/// Returns the egress IPs whose objects changed if all of them match the plan.
 fn egress_ips(store: &Store, since: &Revisions, plan: &Plan) -> Option<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for (_, object) in since.changed::<EgressIP>(store)? {
@@ -226,7 +226,7 @@ fn egress_ips(store: &Store, since: &Revisions, plan: &Plan) -> Option<Vec<IpAdd
     Some(addresses)
 }
 
-/// The pods that changed.
+/// Returns the changed pods, or `None` if a full round is needed.
 fn pods(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeMap<EndpointId, Option<Endpoint>>> {
     let mut changes = BTreeMap::new();
     let cidrs = LazyCell::new(|| PodCidrs::of(snapshot));
@@ -235,7 +235,7 @@ fn pods(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeMa
         let of_name = snapshot.endpoints.range(first.clone()..).map(|(id, _)| id);
         let of_name = of_name.take_while(|id| (&id.namespace, &id.name) == (&first.namespace, &first.name));
         let gone: Vec<EndpointId> = of_name.cloned().collect();
-        // Such a pod changes its node's object, which only a full round makes anew.
+        // A pod outside the known networks changes its node's object, which only a full round rebuilds.
         if gone.iter().any(|id| snapshot.endpoints.get(id).is_some_and(|pod| !cidrs.have_all(pod))) {
             return None;
         }
@@ -244,7 +244,7 @@ fn pods(store: &Store, since: &Revisions, snapshot: &Snapshot) -> Option<BTreeMa
             if !cidrs.have_all(&endpoint) {
                 return None;
             }
-            // A namespace that does not exist yet gets default labels with its first pod.
+            // A namespace without an object gets default labels with its first pod.
             snapshot.namespaces.get(&endpoint.id.namespace)?;
             changes.insert(endpoint.id.clone(), Some(endpoint));
         }

@@ -1,5 +1,5 @@
-//! Mistakes in the source of objects, as conditions of the objects that they are about. The last good version of such an
-//! object is in force: that is not what its author wants, so it counts as degraded. Pure.
+//! Reports mistakes in the source of objects as conditions of these objects. The last good version of such an object is in
+//! force, which is not its author's intention, so it counts as degraded. Pure.
 
 use crate::store::{Kind, StoreProblem};
 use egress_core::plan::{ConditionKind, Reason};
@@ -10,13 +10,13 @@ use kube::core::object::HasStatus;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Adds what is wrong with the source of policies and pools to their conditions.
+/// Adds the problems in the source of policies and pools to their conditions.
 pub(super) fn add(desired: &mut Desired, objects: &ApiObjects, problems: &[StoreProblem], now: &Time) {
     let mut of_object: BTreeMap<(Kind, String), Vec<String>> = BTreeMap::new();
     for problem in problems {
         if let Some(object) = &problem.object {
             let sentence = match object.kind {
-                // Nothing in them is rejected at this point: unknown fields are left out.
+                // Objects of these kinds are not rejected at this point; their unknown fields are ignored.
                 Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool => problem.to_string(),
                 _ => format!("the last good version is in force: {problem}"),
             };
@@ -46,7 +46,7 @@ pub(super) fn add(desired: &mut Desired, objects: &ApiObjects, problems: &[Store
     }
 }
 
-/// The conditions that an object should have, and those that it has.
+/// Returns the conditions that an object should have, and those that it has.
 fn pair<'a, T>(
     objects: &[Arc<T>],
     desired: &'a mut BTreeMap<String, T::Status>,

@@ -1,4 +1,4 @@
-//! The loop.
+//! The controller's loop.
 
 use super::apply::{Applied, Differences, Scope, apply, apply_part};
 use super::partial::{Known, Revisions};
@@ -27,29 +27,29 @@ use std::pin::pin;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// How soon a failed round is retried.
+/// The delay before a failed round is retried.
 const RETRY: Duration = Duration::from_millis(100);
-/// The same after many failures in a row.
+/// The longest such delay, after many consecutive failures.
 const RETRY_AT_MOST: Duration = Duration::from_secs(5);
-/// How soon objects have their numbers of pods, after a round that left them out, if few objects have new ones.
+/// The delay of numbers of pods after a round that left them out, if few objects have new ones.
 const NUMBERS_WITHIN: Duration = Duration::from_secs(5);
-/// How long no numbers are written after each write of nothing else: one write a second on average, however many policies and pods there
-/// are. Each is sent to every agent.
+/// The pause after each write that changed only numbers. It allows one such write a second on average, however many policies and pods there
+/// are, because each is sent to every agent.
 const PER_NUMBER: Duration = Duration::from_secs(1);
-/// How often a round is made although nothing requires it.
+/// The interval of rounds that nothing requires.
 const RESYNC: Duration = Duration::from_secs(60);
 
-/// How soon a round is retried after that many failed ones in a row.
+/// Returns the delay before the retry after this many consecutive failed rounds.
 pub fn retry(failures: u32) -> Duration {
     pause(RETRY, RETRY_AT_MOST, failures)
 }
 
-/// How long no numbers of pods are written after so many writes of nothing else.
+/// Returns how long no numbers of pods are written after this many writes that changed only numbers.
 pub(super) fn rest(written: u64) -> Duration {
     PER_NUMBER.saturating_mul(u32::try_from(written).unwrap_or(u32::MAX)).max(NUMBERS_WITHIN)
 }
 
-/// Everything that a plan is made from.
+/// Returns all objects that a plan is made from.
 pub(crate) fn objects(store: &Store) -> ApiObjects {
     ApiObjects {
         policies: store.list::<EgressGatewayPolicy>(),
@@ -74,8 +74,8 @@ pub(crate) fn objects(store: &Store) -> ApiObjects {
     }
 }
 
-/// Runs a controller on a store until `stop` is ready; then it releases its leadership. `report` always shows what it
-/// does.
+/// Runs a controller on a store until `stop` is ready, then releases its leadership. `report` always has the controller's
+/// current state.
 pub async fn run(
     store: Store,
     config: ControllerConfig,
@@ -104,7 +104,7 @@ pub async fn run(
     keeper.release().await;
 }
 
-/// What is remembered from one round to the next. All of it can be read from the store again.
+/// The state that is kept between rounds. All of it can be rebuilt from the store.
 struct Controller {
     store: Store,
     config: ControllerConfig,
@@ -115,38 +115,38 @@ struct Controller {
     leading: Option<Leading>,
 }
 
-/// What is remembered while this controller leads.
+/// The state that is kept while this controller leads.
 struct Leading {
     epoch: u64,
     store: Store,
-    /// What the last round was made from. `None` before the first one, and after the first of several that failed: its retry comes
-    /// with the next change, because there is one after a conflict.
+    /// The inputs of the last round. `None` before the first round, and after the first of consecutive failures. That failure is retried at
+    /// the next change, because a conflict is always followed by one.
     seen: Option<Inputs>,
-    /// What is known since then, if it succeeded; the plan is the one that was reported to users.
+    /// The state after the last round, if it succeeded. Its plan is `told`.
     known: Option<Known>,
-    /// How many rounds in a row have failed.
+    /// The number of consecutive failed rounds.
     failures: u32,
-    /// When to make a round although nothing changed.
+    /// The time of the next round if nothing changes.
     due: Duration,
-    /// When numbers of pods may be written again.
+    /// The time at which numbers of pods may be written again.
     numbers: Duration,
-    /// What could not be written, and fails no round.
+    /// The failed writes that do not fail a round.
     unwritten: Unwritten,
-    /// After which delays an egress IP may go back to its preferred gateway.
+    /// The delays after which egress IPs may return to their preferred gateways.
     delays: BTreeSet<Duration>,
     /// The last plan that was reported to users.
     told: Option<Plan>,
-    /// The policies that could not be carried out then, and why.
+    /// The policies that could not be carried out in that plan, with the reasons.
     refused: BTreeMap<PolicyId, String>,
-    /// What nodes then reported of themselves that was not believed.
+    /// The problems in nodes' objects at that plan.
     doubts: Vec<Event>,
     /// The policies that are gone.
     departed: Departed,
 }
 
 impl Leading {
-    /// Whether what has changed is a reason for a round. While rounds fail again and again, only gateways that came, died or proved
-    /// themselves are: anything else waits for the retry.
+    /// Returns whether the changes require a round. After repeated failures, only gateways that appeared, died or proved themselves do; all
+    /// other changes wait for the retry.
     fn is_news(&self, inputs: &Inputs) -> bool {
         match &self.seen {
             Some(seen) if self.failures > 0 => seen.gateways != inputs.gateways,
@@ -154,7 +154,7 @@ impl Leading {
         }
     }
 
-    /// Takes in how a round ended; `due` is when the next one is due if all is well.
+    /// Records the result of a round. `due` is the time of the next round if there are no errors.
     fn take_in(&mut self, applied: &Applied, inputs: Inputs, known: Known, due: Duration, now: Duration) {
         let failed = !applied.errors.is_empty();
         self.failures = if failed { self.failures + 1 } else { 0 };
@@ -166,7 +166,7 @@ impl Leading {
     }
 }
 
-/// What a plan depends on, in a form that is cheap to compare.
+/// The inputs of a plan, in a form that is cheap to compare.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Inputs {
     revisions: Revisions,
@@ -180,9 +180,9 @@ impl Controller {
         Controller { store, config, lease, report, start: Instant::now(), sight, leading: None }
     }
 
-    /// Reads what changed, plans and writes if this controller leads and has to, and returns when to wake it again.
+    /// Observes the gateways. Plans and writes if this controller leads and a round is due. Returns the time of the next wake-up.
     async fn wake(&mut self, epoch: Option<u64>) -> Instant {
-        // Gateways are watched while standing by, too, so that a new leader knows at once which are dead.
+        // A standby also observes the gateways, so that a new leader knows immediately which of them are dead.
         self.sight.observe(self.store.list::<Lease>(), self.store.heard::<Lease>(), self.start.elapsed());
         match epoch {
             None => self.leading = None,
@@ -222,7 +222,7 @@ impl Controller {
             let next = self.sight.gateways.next_deadline(&BTreeSet::new(), now).unwrap_or(now + RESYNC);
             return self.start + next.max(soon);
         };
-        // Taken before the objects are read: what changes while the plan is made is a reason for another round.
+        // Taken before the objects are read, so that changes during planning cause another round.
         let inputs = self.inputs(&health, &leading.delays);
         let due = now >= leading.due;
         if due || leading.is_news(&inputs) && !self.partial_round(&mut leading, &health, &inputs).await {
@@ -238,7 +238,7 @@ impl Controller {
         Inputs { revisions: Revisions::of(store), problems: store.problems(), gateways: judged(health, delays) }
     }
 
-    /// Takes in what changed since the last round, if it is little. Returns whether it was.
+    /// Processes the changes since the last round if they are small. Returns whether they were.
     async fn partial_round(&mut self, leading: &mut Leading, health: &Health, inputs: &Inputs) -> bool {
         let (Some(seen), Some(known), Some(plan)) = (&leading.seen, leading.known.take(), &mut leading.told) else {
             return false;
@@ -254,7 +254,7 @@ impl Controller {
         let planning = started.elapsed();
         let waiting = leading.unwritten.waiting(self.start.elapsed());
         let applied = apply_part(&leading.store, wanted, Scope { which: Differences::News, waiting: &waiting }).await;
-        // Owners and the states of conditions have not changed: there is nothing to report to users.
+        // Owners and the states of conditions have not changed, so there is nothing to report to users.
         let now = self.start.elapsed();
         leading.unwritten.failed(&applied.minor, now);
         self.report(leading, &applied, planning, true);
@@ -262,7 +262,7 @@ impl Controller {
         true
     }
 
-    /// Plans for everything and writes.
+    /// Reads all objects, makes a plan and writes it.
     async fn round(&mut self, leading: &mut Leading, health: &Health, mut inputs: Inputs) {
         leading.known = None;
         let objects = objects(&self.store);
@@ -321,8 +321,8 @@ impl Controller {
         applied: &Applied,
     ) {
         if applied.errors.is_empty() {
-            // Objects do not record outcomes: a leader that just took over has none to report. What a failed round did
-            // in part is reported with the next one that succeeds.
+            // Objects do not record outcomes, so a new leader has no previous ones to compare with. Changes of a failed
+            // round are reported with the next successful one.
             let last = leading.told.take().unwrap_or_else(|| Plan { outcomes: after.outcomes.clone(), ..before });
             let changes = diff(&last, &after);
             let is_new = |(policy, why): &(&PolicyId, &String)| leading.refused.get(*policy) != Some(*why);
@@ -340,7 +340,7 @@ impl Controller {
         }
     }
 
-    /// Reports the outcome of a round to programs, and its errors to everybody.
+    /// Publishes the outcome of a round for metrics and health checks, and logs its errors.
     fn report(&self, leading: &Leading, applied: &Applied, planning: Duration, partial: bool) {
         for error in &applied.errors {
             if error.is_conflict() || applied.is_fenced() {

@@ -1,4 +1,4 @@
-//! What a controller knows of gateways, and the part of it that a plan depends on. Pure.
+//! A controller's knowledge of gateways, and the part of it that a plan depends on. Pure.
 
 use crate::config::LONGEST_LEASE;
 use crate::store::lease::{GATEWAY_LEASE_PREFIX, stated_duration};
@@ -12,28 +12,28 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The gateways, by the leases that the store reports.
+/// The gateways, according to the leases that the store reports.
 pub struct Sight {
-    /// Their health.
+    /// The gateways' health.
     pub gateways: LeaseTracker,
     patience: Duration,
-    /// The gateways that have a lease, and whether somebody holds it.
+    /// The gateways that have a lease, and whether the lease is held.
     known: BTreeMap<NodeName, bool>,
-    /// The store's number for news of leases when it last changed, and when that was.
+    /// The last value of the store's counter of received leases, and the time of its last change.
     heard: (u64, Duration),
 }
 
 impl Sight {
-    /// Nothing is known yet.
+    /// Returns a value without any known gateway.
     pub fn new(times: LeaseTimes) -> Self {
         let (patience, known) = (times.duration / 2, BTreeMap::new());
         Self { gateways: LeaseTracker::new(times), patience, known, heard: (0, Duration::ZERO) }
     }
 
-    /// Records all leases; `heard` changes whenever the store has received one.
+    /// Records all leases. `heard` changes whenever the store has received one.
     ///
-    /// Some lease, if only the leader's own, is renewed all the time. If the store receives none, it is unreachable or this process did
-    /// not run: the gateways have not all failed.
+    /// At least the leader's own lease is renewed all the time. If the store receives no lease, it is unreachable or this process was
+    /// suspended, rather than all gateways having failed.
     pub fn observe(&mut self, leases: impl IntoIterator<Item = impl Borrow<Lease>>, heard: u64, now: Duration) {
         if now.saturating_sub(self.heard.1) >= self.patience {
             self.gateways.lost_sight(self.heard.1);
@@ -46,7 +46,7 @@ impl Sight {
         for lease in leases {
             let lease = lease.borrow();
             let Some(node) = gateway_of(lease) else { continue };
-            // A lease that was released is no heartbeat.
+            // A released lease is not a heartbeat.
             let spec = lease.spec.as_ref();
             if spec.and_then(|spec| spec.holder_identity.as_deref()).is_none_or(str::is_empty) {
                 known.insert(node, false);
@@ -72,21 +72,21 @@ impl Sight {
     }
 }
 
-/// The gateway that shows with this lease that it is alive.
+/// Returns the gateway whose heartbeat this lease is.
 fn gateway_of(lease: &Lease) -> Option<NodeName> {
     lease.metadata.name.as_deref()?.strip_prefix(GATEWAY_LEASE_PREFIX).map(NodeName::from)
 }
 
-/// The leases that nobody renews of nodes that are gone, with all that they held.
+/// Returns the lapsed leases of gateways for which `is_there` is false: their nodes, and all that these held, are gone.
 pub fn left_over(leases: Vec<Arc<Lease>>, is_there: impl Fn(&NodeName) -> bool, health: &Health) -> Vec<Arc<Lease>> {
     let is_left = |node: NodeName| !is_there(&node) && !health.of(&node).is_fresh();
     leases.into_iter().filter(|lease| gateway_of(lease).is_some_and(is_left)).collect()
 }
 
-/// A gateway: whether it is unasked, fresh and proven, and whether its node is gone; and for how many of the delays it has been fresh.
+/// A gateway's name; whether it is unasked, fresh and proven, and whether its node is gone; how many of the delays it has been fresh.
 pub type Judgement = (NodeName, [bool; 4], usize);
 
-/// The part of the gateways' health that a plan depends on, in a form that is cheap to compare.
+/// Returns the part of the gateways' health that a plan depends on, in a form that is cheap to compare.
 pub fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgement> {
     let judge = |(node, health): (&NodeName, &egress_core::health::NodeHealth)| {
         let passed = delays.iter().filter(|delay| health.fresh_for(**delay)).count();
@@ -96,7 +96,7 @@ pub fn judged(health: &Health, delays: &BTreeSet<Duration>) -> Vec<Judgement> {
     health.nodes.iter().map(judge).collect()
 }
 
-/// After which delays an egress IP may go back to its preferred gateway.
+/// Returns the delays after which egress IPs may return to their preferred gateways.
 pub fn delays(snapshot: &Snapshot) -> BTreeSet<Duration> {
     let of_pools = snapshot.placements().map(|pool| pool.failback);
     let delay = |failback| match failback {

@@ -1,4 +1,4 @@
-//! Controllers on a real directory, with gateways that are nothing but leases.
+//! Tests of controllers on a real directory, with gateways that consist only of their leases.
 
 mod drains;
 mod failures;
@@ -62,7 +62,7 @@ spec:
   distribution: PerEndpoint
 ";
 
-/// A directory with a store on it, as a user or an agent has.
+/// A directory with a store on it, as a user or an agent has it.
 struct ControllerFixture {
     dir: TempDir,
     store: Store,
@@ -96,7 +96,7 @@ impl ControllerFixture {
         )
     }
 
-    /// Waits until the condition holds; only a hang fails it.
+    /// Waits until the condition holds. Fails only after a long timeout.
     async fn until<R>(&mut self, mut condition: impl FnMut(&Store) -> Option<R>) -> R {
         let wait = async {
             loop {
@@ -143,7 +143,7 @@ fn controller_on(store: Store, identity: &str, change: impl FnOnce(&mut Controll
     Running { report: seen, stop, task }
 }
 
-/// Address, owner and epoch of each egress IP.
+/// Returns the address, owner and epoch of each egress IP.
 fn owners(store: &Store) -> Vec<(String, Option<String>, u64)> {
     let ips = store.list::<EgressIP>();
     let status = |ip: &EgressIP| ip.status.clone().unwrap_or_default();
@@ -203,7 +203,7 @@ async fn nothing_is_written_while_nothing_changes() {
     let mut controller = controller(world.path(), "one");
     world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
     world.until(|store| condition(store, "Ready").filter(|ready| ready.0 == "True")).await;
-    // A policy that has nothing to do with the first one makes rounds, and each settles.
+    // An unrelated policy causes rounds, each of which settles.
     let other = POLICY.replace("name: web", "name: other").replace("count: 2", "count: 1");
     fs::write(world.path().join("other.yaml"), &other).unwrap();
     world.until(|store| (store.list::<EgressIP>().len() == 3).then_some(())).await;
@@ -212,7 +212,7 @@ async fn nothing_is_written_while_nothing_changes() {
     let mut report = controller.report.clone();
     let settled = loop {
         let before = report.borrow_and_update().clone();
-        // Five renewals of two gateways pass without a write: the controller has settled.
+        // If five renewals of both gateways pass without a write, the controller has settled.
         for _ in 0..10 {
             world.changes.next().await;
         }
@@ -225,7 +225,7 @@ async fn nothing_is_written_while_nothing_changes() {
     }
     let report = controller.report.borrow_and_update().clone();
     assert_eq!(report.writes, settled.writes);
-    // One round for each gateway whose failback delay passes meanwhile, none for renewals.
+    // Each gateway whose failback delay passes meanwhile causes a round; renewals cause none.
     assert!(report.rounds <= settled.rounds + 2, "{} rounds", report.rounds - settled.rounds);
 }
 
@@ -290,7 +290,7 @@ async fn deleting_a_policy_releases_its_egress_ips() {
     world.until(|store| store.list::<EgressIP>().is_empty().then_some(())).await;
 }
 
-/// Leaders die at any moment of their work, with another one already waiting.
+/// Kills leaders in the middle of their writes while a standby is waiting.
 #[tokio::test(flavor = "multi_thread")]
 async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no_pod_twice() {
     let mut world = ControllerFixture::new();
@@ -301,7 +301,7 @@ async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no
         let mut standby = controller(world.path(), &(round + 1).to_string());
         let before = world.store.list::<EgressIP>().len();
         fs::write(world.path().join("policy.yaml"), POLICY.replace("count: 2", &format!("count: {count}"))).unwrap();
-        // The leader dies when the first egress IP has come or gone, with the rest of its writes in flight.
+        // The leader dies when the first egress IP has been added or removed, with the rest of its writes in flight.
         world.until(|store| (store.list::<EgressIP>().len() != before).then_some(())).await;
         leader.task.abort();
         while standby.report.borrow_and_update().epoch.is_none() {
@@ -318,7 +318,7 @@ async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no
     }
 }
 
-/// What exists, and what a full round makes of it while both gateways renew their leases.
+/// Returns the existing objects, and those that a full round wants while both gateways renew their leases.
 fn wanted(store: &Store) -> (ApiObjects, Desired) {
     let objects = ApiObjects {
         policies: store.list(),
@@ -344,7 +344,7 @@ fn wanted(store: &Store) -> (ApiObjects, Desired) {
 #[tokio::test]
 async fn every_agent_sees_the_object_of_a_gateway_before_an_egress_ip_names_it() {
     let world = ControllerFixture::new();
-    // One gateway's agent is there already.
+    // One gateway's agent has already created its object.
     world.store.create(&EgressNode::joining("gw1", false)).await.unwrap();
     let scope = Scope { which: Differences::All, waiting: &BTreeSet::new() };
     let applied = apply(&world.store, wanted(&world.store).1, scope, Vec::new()).await;
@@ -358,7 +358,7 @@ async fn every_agent_sees_the_object_of_a_gateway_before_an_egress_ip_names_it()
     assert!(ips.iter().all(|ip| (gw1.max(gw2)..w1).contains(ip)), "{gw1} {gw2} {ips:?} {w1}");
 }
 
-/// What a full round would change, except numbers of pods.
+/// Describes a change that a full round would make, ignoring numbers of pods; `None` if there is none.
 fn left_to_do(store: &Store) -> Option<String> {
     let (objects, wanted) = wanted(store);
     let nodes: Vec<_> = objects.egress_nodes.iter().map(|node| node.spec.clone()).collect();
@@ -425,7 +425,7 @@ async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
             "{{apiVersion: v1, kind: Pod, metadata: {metadata}, spec: {{nodeName: {node}, containers: []}}, status: {{podIP: 10.0.1.1}}}}\n"
         )
     };
-    // A pod is added, added on a node that has none yet, relabelled, moved, and removed.
+    // A pod is added, added on a node without pods, relabelled, moved, and removed.
     let steps = [
         vec![pod("c", "w1", "web")],
         vec![pod("c", "w1", "web"), pod("d", "gw1", "flows")],
@@ -443,10 +443,10 @@ async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
     }
     let after = controller.report.borrow().clone();
     assert!(after.partial >= before.partial + 5, "{before:?} {after:?}");
-    // One full round for each gateway whose lease proves itself or whose failback delay passes meanwhile, and one for the numbers of pods.
+    // Each gateway that proves itself or whose failback delay passes meanwhile causes a full round, and so do the numbers of pods.
     let full = |report: &ControllerReport| report.rounds - report.partial;
     assert!(full(&after) <= full(&before) + 5, "{before:?} {after:?}");
-    // The numbers of pods follow a moment later, all at once.
+    // The numbers of pods follow later, in one sweep.
     world
         .until(|store| {
             let policy = store.get::<EgressGatewayPolicy>(&Key::cluster("web"))?;
@@ -455,7 +455,7 @@ async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
         .await;
 }
 
-/// No port block has two holders, no pod has two egress IPs of one family and policy.
+/// Asserts that no port block has two holders, and that no pod is assigned twice for one policy.
 fn once_each(store: &Store) {
     let (mut blocks, mut pods) = (BTreeSet::new(), BTreeSet::new());
     for node in store.list::<EgressNode>() {

@@ -1,52 +1,52 @@
-//! What could not be written although no node waits for it: above all the statuses of users' objects. It is tried again later, and
-//! delays nothing else. Pure.
+//! Failed writes that no node waits for, mainly statuses of users' objects. They are retried later and delay nothing else.
+//! Pure.
 
 use super::pause;
 use crate::store::{ObjectRef, StoreError};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How soon such a write is tried again, the first time.
+/// The delay before the first retry of such a write.
 const RETRY: Duration = Duration::from_secs(5);
-/// The same after many failures in a row.
+/// The longest delay, after many consecutive failures.
 const RETRY_AT_MOST: Duration = Duration::from_secs(60);
 
-/// The objects, and when each is tried again.
+/// The objects with failed writes, and when each is retried.
 #[derive(Debug, Default)]
 pub(super) struct Unwritten(BTreeMap<ObjectRef, Failures>);
 
-/// Failures in a row.
+/// The consecutive failures of one object's write.
 #[derive(Debug)]
 struct Failures {
     count: u32,
-    /// What was logged.
+    /// The last error.
     last: String,
     retry: Duration,
 }
 
 impl Unwritten {
-    /// The objects that are not tried yet.
+    /// Returns the objects whose retry is not due yet.
     pub(super) fn waiting(&self, now: Duration) -> BTreeSet<ObjectRef> {
         self.0.iter().filter(|(_, failures)| now < failures.retry).map(|(object, _)| object.clone()).collect()
     }
 
-    /// When one is tried again next.
+    /// Returns the time of the next retry.
     pub(super) fn next(&self) -> Option<Duration> {
         self.0.values().map(|failures| failures.retry).min()
     }
 
-    /// How many there are.
+    /// Returns the number of objects.
     pub(super) fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// All objects but those in `waiting` were tried, where that was necessary.
+    /// Forgets objects after a full round, which writes all differing objects except those in `waiting`, unless their writes failed.
     pub(super) fn tried(&mut self, waiting: &BTreeSet<ObjectRef>, errors: &[StoreError]) {
         let failed: BTreeSet<&ObjectRef> = errors.iter().map(StoreError::object).collect();
         self.0.retain(|object, _| waiting.contains(object) || failed.contains(object));
     }
 
-    /// These writes failed.
+    /// Records failed writes.
     pub(super) fn failed(&mut self, errors: &[StoreError], now: Duration) {
         for error in errors {
             let message = error.to_string();

@@ -1,4 +1,4 @@
-//! What the pinned maps hold, read once, with the look-ups that views and `explain` share. Reading is here; the rest is
+//! The contents of the pinned maps, read once, with the lookups that views and `explain` share. [`Dump::read`] does the I/O; the rest is
 //! pure.
 
 use aya::Pod;
@@ -22,12 +22,12 @@ use egress_node::datapath::{
 use ipnet::IpNet;
 use std::{collections::BTreeMap, net::IpAddr};
 
-/// A flow, without regard to its address family. Ports are in host byte order.
+/// A flow of either address family. Ports are in host byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FlowEntry {
     /// The pod's address.
     pub pod: IpAddr,
-    /// The pod's port, or identifier of an ICMP query.
+    /// The pod's port, or the identifier of an ICMP query.
     pub pod_port: u16,
     /// The remote address.
     pub remote: IpAddr,
@@ -35,17 +35,17 @@ pub struct FlowEntry {
     pub remote_port: u16,
     /// IP protocol number.
     pub proto: u32,
-    /// Whether its packets are left alone. Then only the ticks and the TCP state of [`flow`](Self::flow) are meaningful.
+    /// Whether the datapath leaves its packets alone. If so, only the ticks and the TCP state of [`flow`](Self::flow) are meaningful.
     pub untouched: bool,
-    /// Of those: whether the pod opened it, so that `existingConnections: Drop` cuts it.
+    /// For an untouched flow: whether the pod opened it, so that `existingConnections: Drop` cuts it.
     pub own: bool,
-    /// What outgoing packets need.
+    /// The state for outgoing packets.
     pub flow: Flow,
-    /// What replies need; absent where they are left alone.
+    /// The state for replies; absent for an untouched flow.
     pub back: Option<Back>,
 }
 
-/// What is kept for replies of a flow.
+/// The state that the datapath keeps for the replies of a flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Back {
     /// TCP flags seen from the remote side.
@@ -55,36 +55,36 @@ pub struct Back {
 }
 
 impl FlowEntry {
-    /// The 5-tuple, by which dumps are sorted.
+    /// Returns the 5-tuple, the sort key of dumps.
     pub fn key(&self) -> (IpAddr, IpAddr, u32, u16, u16) {
         (self.pod, self.remote, self.proto, self.remote_port, self.pod_port)
     }
-    /// The translated port, in host byte order.
+    /// Returns the translated port, in host byte order.
     pub fn port(&self) -> u16 {
         u16::from_be(self.flow.port)
     }
-    /// Tick of the last packet of either direction.
+    /// Returns the tick of the last packet in either direction.
     pub fn last_seen(&self) -> u32 {
         self.flow.last_seen.max(self.back.map_or(0, |back| back.last_seen))
     }
-    /// Whether its packets are translated.
+    /// Returns whether the datapath translates its packets.
     pub fn translated(&self) -> bool {
         !self.untouched && self.flow.kind == kind::TRANSLATED
     }
 }
 
-/// Everything that was read.
+/// The contents of the maps.
 #[derive(Clone, Debug, Default)]
 pub struct Dump {
-    /// What the agent wrote.
+    /// The tables that the agent wrote.
     pub tables: Tables,
-    /// Flows of both families, sorted; empty if they were not asked for.
+    /// Flows of both families, sorted; empty if not requested.
     pub flows: Vec<FlowEntry>,
     /// The counters.
     pub counters: BTreeMap<Counter, u64>,
-    /// `CLOCK_MONOTONIC` in ns until which this node answers ARP and NDP.
+    /// `CLOCK_MONOTONIC` time in ns until which this node answers ARP and NDP.
     pub deadline: u64,
-    /// `CLOCK_MONOTONIC` in ns when it was read.
+    /// `CLOCK_MONOTONIC` time in ns at which the maps were read.
     pub now: u64,
 }
 
@@ -100,18 +100,18 @@ impl Dump {
             read_flows(&writer.maps().v4, |a| net::from_v4(a).into(), &mut dump.flows)?;
             read_flows(&writer.maps().v6, |a| net::from_v6(a).into(), &mut dump.flows)?;
         }
-        // After the flows, so that none seems to be from the future.
+        // Read after the flows, so that no flow appears to be from the future.
         dump.now = monotonic_ns();
         Ok(dump)
     }
 
-    /// Seconds since a tick, to within one tick (1.07 s).
+    /// Returns the seconds since a tick, to within one tick (1.07 s).
     pub fn seconds_since(&self, tick: u32) -> u64 {
         let now = (self.now >> TICK_SHIFT) as u32;
         (u64::from(now.saturating_sub(tick)) << TICK_SHIFT) / 1_000_000_000
     }
 
-    /// Seconds until a tick, to within one tick; 0 for one that has come.
+    /// Returns the seconds until a tick, to within one tick; 0 for a past tick.
     pub fn seconds_until(&self, tick: u32) -> u64 {
         let now = (self.now >> TICK_SHIFT) as u32;
         (u64::from(tick.saturating_sub(now)) << TICK_SHIFT) / 1_000_000_000
@@ -121,22 +121,22 @@ impl Dump {
         self.tables.names.get(&NameKey { kind, id }).map(name_text)
     }
 
-    /// A policy's name; its number where the name is not kept.
+    /// Returns a policy's name, or its number if the maps hold no name.
     pub fn policy_name(&self, index: u32) -> String {
         self.name(name_kind::POLICY, index).unwrap_or_else(|| format!("#{index}"))
     }
 
-    /// A node's name; its number where the name is not kept, and none for 0.
+    /// Returns a node's name, or its number if the maps hold no name; `None` for node 0.
     pub fn node_name(&self, index: u32) -> Option<String> {
         (index != 0).then(|| self.name(name_kind::NODE, index).unwrap_or_else(|| format!("#{index}")))
     }
 
-    /// This node's name.
+    /// Returns this node's name.
     pub fn own_name(&self) -> Option<String> {
         self.node_name(self.tables.config?.node)
     }
 
-    /// An endpoint's `namespace/name`; its number where the name is not kept.
+    /// Returns an endpoint's `namespace/name`, or its number if the maps hold no name.
     pub fn endpoint_name(&self, id: u32) -> String {
         match self.name(name_kind::ENDPOINT, id) {
             Some(name) => name.splitn(3, '/').take(2).collect::<Vec<_>>().join("/"),
@@ -144,7 +144,7 @@ impl Dump {
         }
     }
 
-    /// The endpoint with this address.
+    /// Returns the endpoint with this address.
     pub fn endpoint(&self, ip: IpAddr) -> Option<Endpoint> {
         match ip {
             IpAddr::V4(a) => self.tables.v4.endpoints.get(&net::v4(a)),
@@ -153,7 +153,7 @@ impl Dump {
         .copied()
     }
 
-    /// Every endpoint with its addresses, by number.
+    /// Returns every endpoint with its addresses, by number.
     pub fn endpoints(&self) -> BTreeMap<u32, (Endpoint, Vec<IpAddr>)> {
         let v4 = self.tables.v4.endpoints.iter().map(|(a, e)| (IpAddr::from(net::from_v4(*a)), *e));
         let v6 = self.tables.v6.endpoints.iter().map(|(a, e)| (IpAddr::from(net::from_v6(*a)), *e));
@@ -165,29 +165,29 @@ impl Dump {
         all
     }
 
-    /// The name of the pod with this address.
+    /// Returns the name of the pod with this address.
     pub fn pod_name(&self, ip: IpAddr) -> Option<String> {
         self.endpoint(ip).map(|endpoint| self.endpoint_name(endpoint.id))
     }
 
-    /// The egress IPs in use, by index.
+    /// Returns the egress IPs in use, by index.
     pub fn egress_ips(&self) -> impl Iterator<Item = (u32, IpAddr, &EgressIp)> {
         let used = self.tables.egress_ips.iter().filter(|(_, e)| e.addr != [0; 4]);
         used.map(|(index, e)| (*index, net::from_any(e.addr), e))
     }
 
-    /// One of them.
+    /// Returns the egress IP with this index, if it is in use.
     pub fn egress_ip(&self, index: u32) -> Option<(IpAddr, &EgressIp)> {
         let e = self.tables.egress_ips.get(&index).filter(|e| e.addr != [0; 4])?;
         Some((net::from_any(e.addr), e))
     }
 
-    /// The tunnel address of a node.
+    /// Returns the tunnel address of a node.
     pub fn node_address(&self, index: u32) -> Option<IpAddr> {
         self.tables.nodes.get(&index).filter(|node| node.present != 0).map(|node| net::from_any(node.addr))
     }
 
-    /// The blocks of an egress IP that this node may take ports from.
+    /// Returns the blocks of an egress IP from which this node may take ports.
     pub fn blocks(&self, egress: u32) -> &[u16] {
         match self.tables.blocks.get(&egress) {
             Some(list) => &list.blocks[..(list.count as usize).min(list.blocks.len())],
@@ -195,7 +195,7 @@ impl Dump {
         }
     }
 
-    /// The longest excepted prefix that covers the address.
+    /// Returns the longest excepted prefix that covers the address.
     pub fn except(&self, ip: IpAddr) -> Option<IpNet> {
         self.excepts().filter(|net| net.contains(&ip)).max_by_key(IpNet::prefix_len)
     }
@@ -206,7 +206,7 @@ impl Dump {
         v4.chain(v6).flatten()
     }
 
-    /// All routes, as (class, destination, policy); policy 0 excludes the destination from all policies.
+    /// Returns all routes, as (class, destination, policy); policy 0 excludes the destination from all policies.
     pub fn routes(&self) -> impl Iterator<Item = (u32, IpNet, u32)> {
         fn routes<A: Copy + Ord>(
             table: &BTreeMap<(RouteKey<A>, u32), u32>,
@@ -220,18 +220,18 @@ impl Dump {
         v4.chain(routes(&self.tables.v6.routes, |a| net::from_v6(a).into()))
     }
 
-    /// The route that the datapath finds for a class and a destination.
+    /// Returns the route that the datapath finds for a class and a destination.
     pub fn route(&self, class: u32, ip: IpAddr) -> Option<(IpNet, u32)> {
         let fits = self.routes().filter(|(c, net, _)| *c == class && net.contains(&ip));
         fits.map(|(_, net, policy)| (net, policy)).max_by_key(|(net, _)| net.prefix_len())
     }
 
-    /// The part of a policy for one address family.
+    /// Returns the part of a policy for one address family.
     pub fn policy(&self, policy: u32, ipv6: bool) -> Option<&Policy> {
         self.tables.policies.get(&PolicyKey { policy, family: if ipv6 { 6 } else { 4 } })
     }
 
-    /// One entry of a policy's Maglev table: an index of an egress IP.
+    /// Returns entry `at` of a policy's Maglev table: the index of an egress IP.
     pub fn maglev(&self, policy: &Policy, at: u32) -> Option<u32> {
         let chunk = self.tables.maglev.get(&(policy.table + at / MAGLEV_CHUNK as u32))?;
         Some(u32::from(chunk.egress[at as usize % MAGLEV_CHUNK]))
@@ -253,7 +253,7 @@ where
     RouteKey<A>: Pod + Ord,
 {
     let reverse = maps.reverse.entries()?;
-    // By the pod's 5-tuple, by which the other half is looked up here.
+    // Keyed by the pod's 5-tuple, to find the reply half of each flow below.
     let back: BTreeMap<FlowKey<A>, Back> = reverse
         .into_iter()
         .map(|(k, r)| {
@@ -288,7 +288,7 @@ where
     Ok(())
 }
 
-/// What tools show of the record of a connection that the outside opened.
+/// Returns the fields of an untouched record that tools show, as a flow.
 fn left_alone(record: &Inbound) -> Flow {
     Flow {
         config_generation: record.generation,
@@ -300,7 +300,7 @@ fn left_alone(record: &Inbound) -> Flow {
     }
 }
 
-/// The 5-tuple as the datapath hashes it, for an address pair of one family.
+/// Returns the datapath's hash of the 5-tuple; `None` if the addresses are of different families.
 pub fn flow_hash(flow: &FlowEntry, seed: u32) -> Option<u32> {
     fn hash<A: egress_common::hash::Words>(src: A, dst: A, flow: &FlowEntry, seed: u32) -> u32 {
         let (src_port, dst_port) = (flow.pod_port.to_be(), flow.remote_port.to_be());

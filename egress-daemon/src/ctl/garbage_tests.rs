@@ -1,5 +1,5 @@
-//! Pinned maps of the right shape with arbitrary bytes, as a stranger, a bug or another version could leave them: the agent,
-//! `egressctl` and the programs do not panic, and the agent repairs what it writes.
+//! Pinned maps of the right shape but with arbitrary bytes, as another program, a bug or another version could leave them. The agent,
+//! `egressctl` and the programs must not panic, and the agent must repair the maps that it writes.
 
 use super::{self as ctl, Command, NodeAccess, Output, explain::Question};
 use aya::{
@@ -22,12 +22,12 @@ use std::{
     os::fd::{AsFd as _, AsRawFd as _},
 };
 
-/// Entries that are tried for each map.
+/// The number of entries to try to write to each map.
 const ENTRIES: u32 = 40;
-/// Maps that contain kernel objects, or that only programs write.
+/// Maps to skip: they contain kernel objects, or only programs write them.
 const LEFT_ALONE: [&str; 3] = ["COLLECTOR", "SEARCH_V4", "SEARCH_V6"];
 
-/// A sequence of bytes that is the same in every run (xorshift).
+/// A reproducible sequence of bytes (xorshift).
 struct Noise(u64);
 
 impl Noise {
@@ -38,13 +38,13 @@ impl Noise {
         self.0
     }
     fn bytes(&mut self, len: u32) -> Vec<u8> {
-        // Small numbers find more than large ones do: indices that are nearly right.
+        // Small numbers find more bugs than large ones: they are almost valid indices.
         let mask = [0xff, 0x07, 0x01][(self.next() % 3) as usize];
         (0..len).map(|_| self.next() as u8 & mask).collect()
     }
 }
 
-/// Fills every map but `without` with noise. Returns how many entries the kernel accepted.
+/// Fills every map except `without` with noise. Returns the number of entries that the kernel accepted.
 fn fill(dir: &BpfDir, noise: &mut Noise, without: &str) -> usize {
     let mut taken = 0;
     let mut names: Vec<_> = fs::read_dir(dir.pins.maps()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -67,7 +67,7 @@ fn fill(dir: &BpfDir, noise: &mut Noise, without: &str) -> usize {
                 }
                 _ => {}
             }
-            // A value for each CPU, where there is one for each.
+            // Long enough for a per-CPU map, which takes one value for each CPU.
             let value = noise.bytes(info.value_size().next_multiple_of(8) * per_cpu);
             let key = if key.is_empty() { 0 } else { key.as_ptr() as u64 };
             let fd = map.fd().as_fd().as_raw_fd() as u64;
@@ -79,7 +79,7 @@ fn fill(dir: &BpfDir, noise: &mut Noise, without: &str) -> usize {
 
 #[test]
 fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
-    // The agent gives up at a policy that names a table outside the map; without policies it gets further.
+    // The agent stops at a policy whose table lies outside the map; without policies it gets further.
     for (seed, without) in [(1, ""), (0x5eed_5eed, "POLICIES"), (0x0123_4567_89ab_cdef, "POLICIES")] {
         let Some(dir) = BpfDir::new(&format!("garbage-{seed}")) else { return };
         let mut programs = Programs::load_lazily(&dir.pins, Sizes { max_flows: 256, ..Sizes::default() }).unwrap();
@@ -102,7 +102,7 @@ fn maps_full_of_noise_harm_neither_tools_nor_programs_nor_the_next_agent() {
         ];
         for command in &commands {
             for output in [Output::Table, Output::Json, Output::Yaml] {
-                // An error is an answer as well.
+                // An error is an acceptable answer.
                 let _ = ctl::run(command, &access, output);
             }
         }

@@ -1,8 +1,7 @@
-//! Everything that an agent made on this node, read from the kernel: found by the pins, whether or not the agent is
-//! alive.
+//! An inventory of everything that an agent created on this node. It is read from the kernel, starting at the pins, whether or not the
+//! agent is alive.
 //!
-//! A program is an agent's if it uses one of the maps that are pinned in the agent's directory, so that several agents
-//! can share a kernel.
+//! A program belongs to an agent if it uses a map that is pinned in the agent's directory, so several agents can share a kernel.
 
 use crate::lock::RunFiles;
 use anyhow::{Context as _, Result};
@@ -36,7 +35,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What there is.
+/// Everything that the agent created.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Inventory {
@@ -44,15 +43,15 @@ pub struct Inventory {
     pub programs: Vec<Program>,
     /// Pinned maps, sorted by name.
     pub maps: Vec<Map>,
-    /// Everything that is pinned, directories included, deepest first.
+    /// All pins, including directories, deepest first.
     pub pins: Vec<PathBuf>,
     /// Devices of this network namespace: the tunnel, and both ends of the shaper.
     pub tunnels: Vec<TunnelDevice>,
-    /// Kernel settings that were changed, with what they were.
+    /// Changed kernel settings, with their previous values.
     pub sysctls: Vec<SysctlChange>,
-    /// Routing and nftables rules, a line each.
+    /// Routing and nftables rules, one line each.
     pub rules: Vec<String>,
-    /// Lock, socket and journal, those that exist.
+    /// The agent's lock, socket, journal of kernel settings and logs, as far as they exist.
     pub files: Vec<PathBuf>,
 }
 
@@ -62,13 +61,13 @@ pub struct Inventory {
 pub struct Program {
     /// Its name, as far as the kernel keeps it (15 bytes).
     pub name: String,
-    /// The kernel's number for it.
+    /// Its id in the kernel.
     pub id: u32,
-    /// Instructions that the verifier has walked through; null on kernels before 5.16.
+    /// The number of instructions that the verifier processed; null on kernels before 5.16.
     pub verified_instructions: Option<u32>,
-    /// Memory of its code in bytes; null if it is not known.
+    /// The memory of its code in bytes; null if unknown.
     pub memory_bytes: Option<u32>,
-    /// Where it is attached, sorted; empty for one that only runs on demand or from a timer.
+    /// Its hooks, sorted; empty for a program that runs only on demand or from a timer.
     pub attached: Vec<Attachment>,
 }
 
@@ -94,21 +93,21 @@ pub struct Attachment {
 pub struct Map {
     /// The name of its pin.
     pub name: String,
-    /// The kernel's number for it.
+    /// Its id in the kernel.
     pub id: u32,
     /// Its kind: `Hash`, `Array`...
     pub kind: String,
-    /// How many entries it can hold.
+    /// The maximum number of entries.
     pub capacity: u32,
-    /// Bytes of a key.
+    /// The size of a key in bytes.
     pub key_bytes: u32,
-    /// Bytes of a value.
+    /// The size of a value in bytes.
     pub value_bytes: u32,
-    /// The memory that it takes now, in bytes; null if it is not known.
+    /// The memory that it takes now, in bytes; null if unknown.
     pub memory_bytes: Option<u64>,
 }
 
-/// A tunnel device.
+/// A tunnel device, or one end of the shaper.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TunnelDevice {
@@ -124,13 +123,13 @@ pub struct TunnelDevice {
 pub struct SysctlChange {
     /// The path below /proc/sys.
     pub key: String,
-    /// What was set.
+    /// The value that the agent set.
     pub value: String,
-    /// What it was.
+    /// The value before the change.
     pub previous: String,
 }
 
-/// Takes stock of what the agent with these pins made.
+/// Lists everything that the agent with these pins created.
 pub async fn take(pins: &Pins) -> Result<Inventory> {
     let netlink = Netlink::open().context("netlink")?;
     let files = RunFiles::of(pins.root());
@@ -173,14 +172,14 @@ pub async fn take(pins: &Pins) -> Result<Inventory> {
     Ok(inventory)
 }
 
-/// Whether a path, or the part of it that exists, is on a BPF file system.
+/// Returns whether a path, or its nearest existing ancestor, is on a BPF file system.
 pub(crate) fn on_bpffs(path: &Path) -> bool {
     let existing = path.ancestors().find(|path| path.exists());
     existing.and_then(|path| statfs(path).ok()).is_some_and(|fs| fs.filesystem_type() == BPF_FS_MAGIC)
 }
 
-/// What is pinned by agents of any layout version (`v` and a number), and last the directory itself. Empty if it does
-/// not exist. Anything else in the directory is somebody else's.
+/// Returns the pins of agents of any layout version (`v` and a number), then `root` itself. Empty if `root` does not exist.
+/// Other entries of the directory do not belong to an agent.
 pub(crate) fn pins(root: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -195,13 +194,13 @@ pub(crate) fn pins(root: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(all)
 }
 
-/// Whether a directory's name is that of a layout version.
+/// Returns whether a directory's name is that of a layout version.
 pub(crate) fn is_version(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     name.strip_prefix('v').is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Everything below a path and the path itself, the contents of a directory before the directory.
+/// Returns everything below a path, then the path itself. The contents of a directory precede the directory.
 fn tree(root: &Path) -> io::Result<Vec<PathBuf>> {
     let mut all = Vec::new();
     if root.symlink_metadata()?.is_dir() {
@@ -214,12 +213,12 @@ fn tree(root: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(all)
 }
 
-/// The maps that are pinned in an agent's directory; none if it cannot be read.
+/// Returns the maps that are pinned in an agent's directory; none if the directory cannot be read.
 pub(crate) fn pinned_maps(root: &Path) -> Vec<Map> {
     maps(&pins(root).unwrap_or_default())
 }
 
-/// The maps among the pins: those in directories named `maps`, of any layout version.
+/// Returns the maps among the pins: the pins in directories named `maps`, of any layout version.
 fn maps(pins: &[PathBuf]) -> Vec<Map> {
     let mut maps: Vec<Map> = in_directory(pins, "maps").filter_map(map).collect();
     maps.sort_by(|a, b| (&a.name, a.id).cmp(&(&b.name, b.id)));
@@ -244,14 +243,14 @@ fn map(path: &Path) -> Option<Map> {
     })
 }
 
-/// The memory that the kernel accounts to an object.
+/// Returns the memory in bytes that the kernel charges to an object.
 fn memory(fd: &impl AsFd) -> Option<u64> {
     let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
     let text = fs::read_to_string(path).ok()?;
     text.lines().find_map(|line| line.strip_prefix("memlock:")?.trim().parse().ok())
 }
 
-/// The programs that use one of the maps, by id. Programs that end meanwhile are skipped.
+/// Returns the programs that use one of the maps, by id. Skips programs that are unloaded meanwhile.
 fn programs(maps: &BTreeSet<u32>) -> BTreeMap<u32, Program> {
     let ours = loaded_programs().filter_map(Result::ok).filter(|program| {
         let used = program.map_ids().ok().flatten().unwrap_or_default();
@@ -270,7 +269,7 @@ fn programs(maps: &BTreeSet<u32>) -> BTreeMap<u32, Program> {
     .collect()
 }
 
-/// The pinned links, each with the id of its program. Their names are `PROGRAM-IFINDEX`.
+/// Returns the pinned links, each with its program's id. The name of a pin is `PROGRAM-IFINDEX`.
 fn links(pins: &[PathBuf], names: &BTreeMap<u32, String>) -> Vec<(u32, Attachment)> {
     let link = |path: &Path| {
         let info = FdLink::from(PinnedLink::from_pin(path).ok()?).info().ok()?;
@@ -295,7 +294,7 @@ fn direction(program: &str) -> &'static str {
     }
 }
 
-/// The interfaces of this network namespace.
+/// Returns the interfaces of this network namespace.
 pub(crate) async fn interfaces(handle: &Handle) -> Result<BTreeMap<u32, String>, rtnetlink::Error> {
     use rtnetlink::packet_route::link::LinkAttribute;
     let links: Vec<_> = handle.link().get().execute().try_collect().await?;
@@ -306,7 +305,7 @@ pub(crate) async fn interfaces(handle: &Handle) -> Result<BTreeMap<u32, String>,
     Ok(links.iter().filter_map(|link| Some((link.header.index, link.attributes.iter().find_map(name)?))).collect())
 }
 
-/// The BPF filters of all interfaces, each with the id of its program.
+/// Returns the BPF filters of all interfaces, each with its program's id.
 pub(crate) async fn filters(
     handle: &Handle,
     names: &BTreeMap<u32, String>,
@@ -316,7 +315,7 @@ pub(crate) async fn filters(
         for direction in ["ingress", "egress"] {
             let request = handle.traffic_filter(index.cast_signed()).get();
             let request = if direction == "ingress" { request.ingress() } else { request.egress() };
-            // An interface without a qdisc of that kind has no filters: the kernel says so with an error.
+            // The kernel returns an error for an interface without such a qdisc: it has no filters.
             let filters: Vec<_> = request.execute().try_collect().await.unwrap_or_default();
             let program = |attribute: &TcAttribute| match attribute {
                 TcAttribute::Options(options) => options.iter().find_map(|option| match option {

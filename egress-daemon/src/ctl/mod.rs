@@ -1,6 +1,6 @@
-//! What `egressctl` does: reads the pinned maps and asks the agent, makes views of them, and prints those.
+//! The commands of `egressctl`. They read the pinned maps, ask the agent, build views from both, and print the views.
 //!
-//! Views are pure functions of what was read, so that they are tested without a kernel.
+//! Views are pure functions of the data, so their tests need no kernel.
 
 pub mod diff;
 pub mod dump;
@@ -29,7 +29,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use views::{By, FlowFilter, Sample, ViewSources};
 
-/// Where an agent's pins are by default.
+/// The default directory of an agent's pins.
 pub const DEFAULT_BPFFS: &str = "/sys/fs/bpf/spillway";
 
 /// A command.
@@ -49,19 +49,19 @@ pub enum Command {
     Blocks,
     /// Counters.
     Stats,
-    /// What the agent made on this node.
+    /// Everything that the agent created on this node.
     State,
-    /// Why a flow goes where it goes.
+    /// Why a flow takes its path.
     Explain(Question),
 }
 
 impl Command {
-    /// Whether it reads the flows, of which there may be a million.
+    /// Returns whether the command reads the flows, of which there may be a million.
     fn needs_flows(&self) -> bool {
         !matches!(self, Command::Policies | Command::Stats | Command::State)
     }
 
-    /// What it cannot show while the agent does not answer; absent if it needs the maps only.
+    /// Returns the information that the command lacks while the agent does not answer; `None` if it needs only the maps.
     fn unknown_without_agent(&self) -> Option<&'static str> {
         match self {
             Command::Policies => Some("whether policies are ready, and policies that select no pod of this node"),
@@ -80,20 +80,20 @@ pub struct NodeAccess {
     pub bpffs: PathBuf,
     /// The agent's socket.
     pub socket: PathBuf,
-    /// The name that the node must have; absent: any.
+    /// The name that the node must have; `None` for any.
     pub node: Option<String>,
 }
 
-/// An answer.
+/// The output of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommandOutput {
     /// For stdout.
     pub text: String,
-    /// For stderr, a line each.
+    /// For stderr, one line each.
     pub remarks: Vec<String>,
 }
 
-/// Answers a command. Blocks; asking the agent takes two seconds at most.
+/// Runs a command. Blocks; waits at most two seconds for the agent's answer.
 pub fn run(command: &Command, access: &NodeAccess, output: Output) -> Result<CommandOutput> {
     let told = admin::ask(&access.socket);
     let remarks = told.as_ref().err().and_then(|error| remark(command, error)).into_iter().collect();
@@ -111,20 +111,20 @@ pub fn run(command: &Command, access: &NodeAccess, output: Output) -> Result<Com
     Ok(CommandOutput { text, remarks })
 }
 
-/// What `egressctl top` shows, and when.
+/// The options of `egressctl top`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Top {
-    /// What flows are counted by.
+    /// The key by which flows are counted.
     pub by: By,
-    /// The most items shown.
+    /// The maximum number of items to show.
     pub limit: usize,
     /// The time between two samples.
     pub interval: Duration,
-    /// How many times; absent: forever.
+    /// The number of results to show; `None` for no limit.
     pub times: Option<u64>,
 }
 
-/// Samples repeatedly, and shows each answer. JSON has a line for each, YAML a document.
+/// Samples repeatedly and shows each result, in JSON as one line, in YAML as one document.
 pub fn top(
     top: &Top,
     access: &NodeAccess,
@@ -153,7 +153,7 @@ pub fn top(
     Ok(())
 }
 
-/// An error with its causes, each once: some messages already contain their cause.
+/// Formats an error with its causes. Some messages already contain their cause, so each cause appears only once.
 pub fn message(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |said, cause| {
         let cause = cause.to_string();

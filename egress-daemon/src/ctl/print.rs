@@ -1,4 +1,4 @@
-//! How results are printed: a table for users, JSON and YAML for programs.
+//! Prints results: as a table for users, as JSON and YAML for programs.
 
 use clap::ValueEnum;
 use comfy_table::{ContentArrangement, Table, presets};
@@ -11,7 +11,7 @@ use std::{
 /// The width of tables if the terminal does not report its own.
 const WIDTH: u16 = 100;
 
-/// How a result is printed.
+/// The output format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Output {
     /// A table or sentences, for users.
@@ -25,7 +25,7 @@ pub enum Output {
 
 /// A result of a command.
 pub trait Printable: Serialize {
-    /// For users, with a line feed at the end.
+    /// Formats the result for users, with a line feed at the end.
     fn text(&self) -> String;
 }
 
@@ -41,24 +41,24 @@ pub fn print<V: Printable>(view: &V, output: Output) -> Result<String, PrintErro
         Output::Table => harmless(&view.text()),
         Output::Json => serde_json::to_string_pretty(view).map_err(|e| error(&e))? + "\n",
         Output::Yaml => {
-            // Through JSON, so that both have the same shape.
+            // Converted through JSON, so that both formats have the same shape.
             let value = serde_json::to_value(view).map_err(|e| error(&e))?;
             serde_saphyr::to_string(&value).map_err(|e| error(&e))?
         }
     })
 }
 
-/// The same without control characters, which a terminal would obey: names come from everybody who may write an object.
+/// Replaces control characters, which a terminal would obey: anyone who may write an object can choose names.
 fn harmless(text: &str) -> String {
     text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
 }
 
-/// Whether a write failed because the reader has seen enough (`egressctl flows | head`).
+/// Returns whether a write failed because the reader closed the pipe (`egressctl flows | head`).
 pub fn has_seen_enough(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::BrokenPipe
 }
 
-/// Writes to standard output, until the reader closes it.
+/// Writes to standard output. A pipe that the reader has closed is not an error.
 pub fn show(text: &str) -> io::Result<()> {
     match io::stdout().write_all(text.as_bytes()) {
         Err(error) if has_seen_enough(&error) => Ok(()),
@@ -70,17 +70,17 @@ pub fn show(text: &str) -> io::Result<()> {
 pub trait Row: Serialize {
     /// The columns' names, with units.
     const HEADER: &'static [&'static str];
-    /// The text of a table without lines.
+    /// The text in place of an empty table.
     const NONE: &'static str;
-    /// The columns.
+    /// Returns the text of each column.
     fn cells(&self) -> Vec<String>;
-    /// A sentence below the table, after what it is about.
+    /// Returns the subject and the text of a sentence below the table.
     fn note(&self) -> Option<(&str, &str)> {
         None
     }
 }
 
-/// Columns set with blanks between them, wrapped to the terminal's width, or to 100 columns.
+/// Formats rows as columns separated by blanks, wrapped to the terminal's width, or to 100 columns.
 pub fn table<'a, R: Row + 'a>(rows: impl IntoIterator<Item = &'a R>) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
@@ -95,7 +95,7 @@ pub fn table<'a, R: Row + 'a>(rows: impl IntoIterator<Item = &'a R>) -> String {
     if empty {
         return format!("{}\n", R::NONE);
     }
-    // From margin to margin.
+    // No padding at the margins.
     let last = R::HEADER.len() - 1;
     for (index, column) in table.column_iter_mut().enumerate() {
         column.set_padding((0, if index == last { 0 } else { 2 }));
@@ -103,13 +103,13 @@ pub fn table<'a, R: Row + 'a>(rows: impl IntoIterator<Item = &'a R>) -> String {
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
-/// The rows of one command, and which node they are from.
+/// The rows of one command, and their node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct List<R> {
     /// The node's name; null if no agent has reported it yet.
     pub node: Option<String>,
-    /// Whether the agent has answered: otherwise fields that only it knows are null.
+    /// Whether the agent has answered. If not, fields that only the agent knows are null.
     pub agent_answered: bool,
     /// The rows, sorted.
     pub items: Vec<R>,
@@ -130,23 +130,23 @@ impl<R: Row> Printable for List<R> {
     }
 }
 
-/// A value that may not be known.
+/// Formats a value, or `-` if it is unknown.
 pub fn or_dash<T: ToString>(value: Option<T>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| value.to_string())
 }
 
-/// A list in one cell.
+/// Formats a list for one cell.
 pub fn joined<T: ToString>(values: &[T]) -> String {
     if values.is_empty() { "-".to_owned() } else { values.iter().map(T::to_string).collect::<Vec<_>>().join(", ") }
 }
 
-/// The first of some names, and how many more there are.
+/// Formats the first `most` names, and the number of the others.
 pub fn first_of(names: &[String], most: usize) -> String {
     let first = names.iter().take(most).cloned().collect::<Vec<_>>().join(", ");
     if names.len() > most { format!("{first} and {} more", names.len() - most) } else { first }
 }
 
-/// `yes` or `no`.
+/// Returns `yes` or `no`.
 pub fn yes(value: bool) -> String {
     if value { "yes" } else { "no" }.to_owned()
 }

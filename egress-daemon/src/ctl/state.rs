@@ -1,4 +1,4 @@
-//! `egressctl state`: everything that the agent made on this node, and the agent's state.
+//! `egressctl state`: everything that the agent created on this node, and the agent's state.
 
 use super::{
     inventory::{Inventory, Map, Program},
@@ -14,20 +14,20 @@ use std::fmt::Write;
 pub struct StateView {
     /// The node's name.
     pub node: Option<String>,
-    /// What the agent reports of itself; null if it does not answer.
+    /// The agent's report about itself; null if it does not answer.
     pub agent: Option<NodeState>,
     /// The node's conditions, as the agent reports them.
     pub conditions: Vec<ConditionState>,
-    /// What is wrong, as the agent reports it.
+    /// The problems that the agent reports.
     pub problems: Vec<ProblemState>,
-    /// The sum over all maps, in bytes.
+    /// The memory of all maps, in bytes.
     pub map_memory_bytes: u64,
-    /// What was made.
+    /// Everything that the agent created.
     #[serde(flatten)]
     pub inventory: Inventory,
 }
 
-/// Puts the state together.
+/// Assembles the state.
 pub fn state(inventory: Inventory, agent: Option<&AgentState>, own: Option<String>) -> StateView {
     let told = agent.map(|agent| agent.node.name.clone()).filter(|name| !name.is_empty());
     StateView {
@@ -105,7 +105,7 @@ fn agent_text(agent: &NodeState) -> String {
     )
 }
 
-/// A heading and its lines, or `none`.
+/// Writes a heading and its lines, or `none`.
 fn section(text: &mut String, heading: &str, lines: impl IntoIterator<Item = String>) {
     let mut lines = lines.into_iter().peekable();
     if lines.peek().is_none() {

@@ -1,8 +1,8 @@
-//! The directory of a log: one journal that is appended to, and the segments before it, bounded by age and size.
+//! The directory of a log: the current journal and the earlier segments, bounded by age and size.
 //!
-//! Files are named after the time of their first record, in microseconds. A segment is complete before it gets its name, and a
-//! journal is removed once its segment exists. So a crash leaves either or both, and loses only what was not yet synced.
-//! A journal that cannot become a segment stays, and is tried again before newer ones.
+//! A file's name is the time of its first record, in microseconds. A segment gets its name when it is complete, and a journal is removed
+//! once its segment exists. So a crash leaves either or both, and loses only records that were not yet synced.
+//! A journal that cannot be converted to a segment stays, and is retried before newer journals.
 
 use super::{Limits, journal, micros, segment};
 use egress_core::leaselog::LeaseRecord;
@@ -14,26 +14,26 @@ use std::path::{Path, PathBuf};
 
 pub(super) const SEGMENT: &str = "parquet";
 pub(super) const JOURNAL: &str = "journal";
-/// The name of a segment until it is complete.
+/// The extension of an incomplete segment.
 const PART: &str = "part";
 
-/// A log that cannot be written or read.
+/// An error in writing or reading a log.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
-    /// A file or the directory.
+    /// I/O on a file or on the directory failed.
     #[error("{}: {source}{}", path.display(), remedy(source))]
     File {
         /// The file.
         path: PathBuf,
-        /// What failed.
+        /// The I/O error.
         source: io::Error,
     },
-    /// A segment.
+    /// A file is not a valid segment.
     #[error("{} is not a log segment: {source}: remove it", path.display())]
     Segment {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The defect.
         source: parquet::errors::ParquetError,
     },
 }
@@ -49,11 +49,11 @@ pub(super) fn failed(path: &Path) -> impl Fn(io::Error) -> LogError + '_ {
     move |source| LogError::File { path: path.to_owned(), source }
 }
 
-/// An entry of a log: how it is written to a journal, and how a journal becomes a segment.
+/// An entry of a log: its format in a journal, and the conversion of a journal to a segment.
 pub trait Entry: Sized {
-    /// Lines to append.
+    /// Encodes entries as lines to append.
     fn encode(entries: &[Self]) -> Vec<u8>;
-    /// The contents of a journal as a segment; `None` if there are none.
+    /// Converts the contents of a journal to a segment; `None` if the journal has no entries.
     fn segment(journal: &[u8]) -> parquet::errors::Result<Option<Vec<u8>>>;
 }
 
@@ -73,26 +73,26 @@ impl Entry for LeaseRecord {
     }
 }
 
-/// A log that is being written.
+/// A log that is open for writing.
 #[derive(Debug)]
 pub struct Log<E> {
     limits: Limits,
     path: PathBuf,
     journal: File,
-    /// The number that is the journal's name.
+    /// The number in the journal's name.
     name: i64,
-    /// When the journal began. Differs from the name if the clock was set back.
+    /// The start of the journal. Differs from the name if the clock was set back.
     began: i64,
     records: usize,
-    /// The bytes that were acknowledged.
+    /// The number of bytes that were synced.
     length: u64,
-    /// Whether a part of a failed write may be behind them.
+    /// Whether part of a failed write may follow those bytes.
     torn: bool,
     entries: PhantomData<E>,
 }
 
 impl<E: Entry> Log<E> {
-    /// Begins a journal at this time. What an earlier process left is for [`Self::tidy`].
+    /// Begins a journal at this time. [`Self::tidy`] handles the journals that an earlier process left.
     pub fn open(limits: Limits, at: i64) -> Result<Self, LogError> {
         let directory = &limits.directory;
         DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed(directory))?;
@@ -110,7 +110,7 @@ impl<E: Entry> Log<E> {
         Ok(Self { limits, path, journal, name, began: at, records: 0, length: 0, torn: false, entries: PhantomData })
     }
 
-    /// Appends records, and waits until they are on the disk.
+    /// Appends records, and waits until they are on disk.
     pub fn append(&mut self, records: &[E]) -> Result<(), LogError> {
         if self.torn {
             self.journal.set_len(self.length).map_err(failed(&self.path))?;
@@ -119,7 +119,7 @@ impl<E: Entry> Log<E> {
         let lines = E::encode(records);
         let written = self.journal.write_all(&lines).and_then(|()| self.journal.sync_data());
         if let Err(error) = written {
-            // Half of it would take up room for nothing.
+            // An incomplete write only wastes space.
             self.torn = self.journal.set_len(self.length).is_err();
             return Err(failed(&self.path)(error));
         }
@@ -128,7 +128,7 @@ impl<E: Entry> Log<E> {
         Ok(())
     }
 
-    /// Makes each write fail, as a disk without room does, or lets them succeed again.
+    /// Makes each write fail as on a full disk, or lets writes succeed again.
     #[cfg(test)]
     pub(super) fn fill(&mut self, full: bool) -> io::Result<()> {
         let path = if full { Path::new("/dev/full") } else { &self.path };
@@ -136,23 +136,23 @@ impl<E: Entry> Log<E> {
         Ok(())
     }
 
-    /// How many records the journal has, and when it began.
+    /// Returns the journal's number of records and its start.
     pub fn journal(&self) -> (usize, i64) {
         (self.records, self.began)
     }
 
-    /// Begins another journal. The one before is for [`Self::tidy`].
+    /// Begins another journal. [`Self::tidy`] converts the previous one.
     pub fn rotate(&mut self, at: i64) -> Result<(), LogError> {
         *self = Self::begin(self.limits.clone(), at.max(self.name + 1), at)?;
         Ok(())
     }
 
-    /// Removes what is too old or too large, and makes all journals before the current one segments: the oldest first, since newer
-    /// segments are exported after older ones.
+    /// Removes files that exceed the limits, and converts all journals before the current one to segments: the oldest first, since segments
+    /// are exported in order of age.
     pub fn tidy(&self, at: i64) -> Result<(), LogError> {
-        // First: that may make the room that the rest needs.
+        // Expired files go first, which may free the space that the segments need.
         let expired = expire(&self.limits, at, Some(&self.path));
-        // How the log ends is in the journal before, until this one says it.
+        // Until the current journal has a record, the previous journal has the end of the log.
         if self.records == 0 {
             return expired;
         }
@@ -163,8 +163,8 @@ impl<E: Entry> Log<E> {
     }
 }
 
-/// Removes files that are too old, and the oldest while all together are too large. The last one goes only by its age, and `current`,
-/// which is being written, never. Without it the log is not open, and what is left of incomplete segments goes, too.
+/// Removes files that are too old, then the oldest files while the total is too large. The last file is removed only for its age, and
+/// `current`, the journal that is being written, never. `None` means that the log is not open: incomplete segments are removed, too.
 pub(super) fn expire(limits: &Limits, now: i64, current: Option<&Path>) -> Result<(), LogError> {
     let directory = &limits.directory;
     if !directory.exists() {
@@ -193,7 +193,7 @@ pub(super) fn expire(limits: &Limits, now: i64, current: Option<&Path>) -> Resul
     Ok(())
 }
 
-/// Removes segments that a process did not complete before it ended.
+/// Removes incomplete segments of earlier processes.
 fn remove_parts(directory: &Path) -> Result<(), LogError> {
     for path in of_kind(directory, PART)?.iter().filter(|path| number(path).is_some()) {
         fs::remove_file(path).map_err(failed(path))?;
@@ -201,7 +201,7 @@ fn remove_parts(directory: &Path) -> Result<(), LogError> {
     Ok(())
 }
 
-/// Makes a journal a segment.
+/// Converts a journal to a segment.
 fn finish<E: Entry>(journal: &Path) -> Result<(), LogError> {
     let segment = journal.with_extension(SEGMENT);
     if !segment.exists() {
@@ -211,7 +211,7 @@ fn finish<E: Entry>(journal: &Path) -> Result<(), LogError> {
             let part = journal.with_extension(PART);
             let written = write(&part, &content).and_then(|()| fs::rename(&part, &segment));
             written.map_err(|error| {
-                // If it stays, the next attempt overwrites it.
+                // If the removal fails, the next attempt overwrites the file.
                 fs::remove_file(&part).ok();
                 failed(&part)(error)
             })?;
@@ -245,12 +245,12 @@ pub(super) fn of_kind(directory: &Path, kind: &str) -> Result<Vec<PathBuf>, LogE
     Ok(paths)
 }
 
-/// The number that is a file's name.
+/// Returns the number in a file's name.
 fn number(path: &Path) -> Option<i64> {
     path.file_stem()?.to_str()?.parse().ok()
 }
 
-/// Segments and journals with the times of their beginnings, in order. A journal whose segment exists is left out.
+/// Returns the segments and journals with their start times, in order. Omits a journal whose segment exists.
 pub(super) fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
     let segments = of_kind(directory, SEGMENT)?;
     let journals = of_kind(directory, JOURNAL)?.into_iter().filter(|path| !path.with_extension(SEGMENT).exists());
@@ -261,17 +261,17 @@ pub(super) fn all(directory: &Path) -> Result<Vec<(i64, PathBuf)>, LogError> {
     Ok(files)
 }
 
-/// Which of the two logs a directory has.
+/// The two kinds of logs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// That of leases.
+    /// The log of leases.
     Leases,
-    /// That of flows.
+    /// The log of flows.
     Flows,
 }
 
-/// Which log a directory has, according to the first file that tells; `None` if it has none. An error if no file tells and one cannot
-/// be read.
+/// Returns the kind of log in a directory, according to the first file that shows it; `None` if no file does. Fails if no file shows it
+/// and a file cannot be read.
 pub fn kind(directory: &Path) -> Result<Option<Kind>, LogError> {
     let mut unread = Ok(None);
     for (_, path) in all(directory)? {
@@ -298,7 +298,7 @@ fn kinds(leases: bool, flows: bool) -> Option<Kind> {
     if leases { Some(Kind::Leases) } else { flows.then_some(Kind::Flows) }
 }
 
-/// All records of a log, in order, that `wanted` accepts. A file that disappears meanwhile is left out.
+/// Returns the records of a log that `wanted` accepts, in order. Skips a file that disappears meanwhile.
 pub fn read(directory: &Path, wanted: impl Fn(&LeaseRecord) -> bool) -> Result<Vec<LeaseRecord>, LogError> {
     let mut records = Vec::new();
     for (_, path) in all(directory)? {

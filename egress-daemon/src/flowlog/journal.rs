@@ -1,4 +1,4 @@
-//! Records as lines of JSON, which are appended until a segment is finished. A line truncated by a crash is no record. Pure.
+//! The journal: records as lines of JSON, appended until the journal becomes a segment. A line truncated by a crash is not a record. Pure.
 
 use egress_core::leaselog::{LeaseEvent, LeaseRecord, PortLease};
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ pub(super) mod name {
     pub(in super::super) const LOST: &str = "lost";
 }
 
-/// A record as one row: the fields that an event does not have are absent.
+/// A record as one row. Fields that the event does not have are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub(super) struct Row {
@@ -56,7 +56,7 @@ impl Row {
         }
     }
 
-    /// The record; `None` if it is not one.
+    /// Converts the row to a record; `None` if it is not a valid record.
     pub(super) fn record(&self) -> Option<LeaseRecord> {
         let lease = || {
             Some(PortLease {
@@ -81,19 +81,19 @@ impl Row {
     }
 }
 
-/// Lines to append.
+/// Encodes records as lines to append.
 pub(super) fn encode(records: &[LeaseRecord]) -> Vec<u8> {
     let line = |record| serde_json::to_string(&Row::of(record)).map(|line| line + "\n").unwrap_or_default();
     records.iter().map(line).collect::<String>().into_bytes()
 }
 
-/// Whether a text begins like a journal of leases.
+/// Returns whether a text begins like a journal of leases.
 pub(super) fn is_one(text: &[u8]) -> bool {
     let first = text.split(|byte| *byte == b'\n').next().unwrap_or_default();
     serde_json::from_slice::<Row>(first).is_ok_and(|row| row.record().is_some())
 }
 
-/// The records of a journal. A broken line between records was lost, and becomes a record that says so.
+/// Decodes the records of a journal. Broken lines before a record become a `Lost` record with their number.
 pub(super) fn decode(text: &[u8]) -> Vec<LeaseRecord> {
     let mut records: Vec<LeaseRecord> = Vec::new();
     let mut broken = 0;

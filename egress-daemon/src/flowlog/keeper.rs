@@ -1,5 +1,5 @@
-//! What both logs do about failures and growth: a log is begun as soon as the disk lets it be, long journals become segments, and what is
-//! too old goes, even while nothing can be written or no log is open.
+//! Handling of failures and growth for both logs: a log begins as soon as the disk permits, long journals become segments, and old files
+//! are removed even while writes fail or no log is open.
 
 use super::files::{Entry, expire};
 use super::{Instant, Limits, Log, LogError, now};
@@ -7,35 +7,35 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-/// How soon what has failed is tried again, apart from writing, in microseconds.
+/// The delay before a failed operation other than a write is retried, in microseconds.
 const PAUSE: Instant = 60_000_000;
 
-/// The greatest length of a journal.
+/// The maximum length of a journal.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Longest {
-    /// In records, besides those that it begins with.
+    /// In records, besides its first records.
     pub(super) records: usize,
     /// In microseconds.
     pub(super) age: Instant,
 }
 
-/// A log, once it could be begun.
+/// A log that may not be open yet.
 #[derive(Debug)]
 pub(super) struct Keeper<E> {
     limits: Limits,
-    /// What is logged, for messages.
+    /// The subject of the log, for messages.
     what: &'static str,
     longest: Longest,
     log: Option<Log<E>>,
-    /// How many records the journal begins with.
+    /// The number of records with which the journal begins.
     header: usize,
-    /// When a journal could not be begun; absent if the last attempt was successful.
+    /// The time of the last attempt to begin a journal, if it failed.
     refused: Option<Instant>,
     /// Whether the last write failed.
     is_unwritten: bool,
-    /// Whether another journal has begun since the log was tidied.
+    /// Whether a new journal has begun since the log was tidied.
     is_new: bool,
-    /// When the log was tidied or what is too old removed, and whether that failed.
+    /// The last time at which the log was tidied or old files were removed, and whether that failed.
     tidied: (Instant, bool),
 }
 
@@ -45,20 +45,20 @@ impl<E: Entry> Keeper<E> {
         Self { limits, what, longest, log, header: 0, refused, is_unwritten: false, is_new: false, tidied }
     }
 
-    /// The log's directory.
+    /// Returns the log's directory.
     pub(super) fn directory(&self) -> &Path {
         &self.limits.directory
     }
 
-    /// Whether the log is open.
+    /// Returns whether the log is open.
     pub(super) fn is_open(&self) -> bool {
         self.log.is_some()
     }
 
-    /// Opens the log, unless that failed a moment ago. Returns whether it is open.
+    /// Opens the log, unless an attempt failed within the last minute. Returns whether it is open.
     pub(super) fn open(&mut self, at: Instant) -> bool {
         if self.log.is_none() && self.may_begin(at) {
-            // First: that may make the room that it needs.
+            // Expired files go first, which may free the space that the log needs.
             self.expire(at);
             let opened = Log::open(self.limits.clone(), at);
             self.log = self.begun(at, opened);
@@ -66,7 +66,7 @@ impl<E: Entry> Keeper<E> {
         self.log.is_some()
     }
 
-    /// Writes records. Returns whether they are on the disk.
+    /// Writes records. Returns whether they are on disk.
     pub(super) fn append(&mut self, records: &[E]) -> bool {
         let Some(log) = &mut self.log else { return false };
         let is_first = log.journal().0 == 0;
@@ -78,7 +78,7 @@ impl<E: Entry> Keeper<E> {
         self.report(result, is_known).is_some()
     }
 
-    /// Begins another journal if this one is long. Returns whether it did.
+    /// Begins another journal if the current one is too long. Returns whether it did.
     pub(super) fn rotate(&mut self, at: Instant) -> bool {
         let (most, may_begin) = (self.longest, self.may_begin(at));
         let Some(log) = &mut self.log else { return false };
@@ -92,8 +92,8 @@ impl<E: Entry> Keeper<E> {
         self.begun(at, rotated).is_some()
     }
 
-    /// Makes earlier journals segments and removes what is too old: once another journal has its first records, and every minute while
-    /// anything fails. While no log is open, removes what is too old: it may never be opened again, as on a node that is no gateway any more.
+    /// Converts earlier journals to segments and removes old files: once a new journal has its first records, and every minute while any
+    /// operation fails. While no log is open, only removes old files: a node that is no longer a gateway may never open its log again.
     pub(super) fn tend(&mut self, at: Instant) {
         let Some(log) = &self.log else { return self.expire(at) };
         let (tidied, is_untidy) = self.tidied;
@@ -106,7 +106,7 @@ impl<E: Entry> Keeper<E> {
         }
     }
 
-    /// Instead of a log that the mode switches off: only removes what is too old, as long as there may be something.
+    /// Serves a log that the mode switches off: only removes old files, until the directory is gone or the thread is stopped.
     pub(super) fn idle(mut self, stopped: &Receiver<()>) {
         while self.directory().exists() {
             self.tend(now());
@@ -116,7 +116,7 @@ impl<E: Entry> Keeper<E> {
         }
     }
 
-    /// Removes what is too old of a log that is not open, at most once a minute.
+    /// Removes old files of a log that is not open, at most once a minute.
     fn expire(&mut self, at: Instant) {
         let (tidied, is_untidy) = self.tidied;
         if (at - tidied).abs() >= PAUSE {
@@ -136,7 +136,7 @@ impl<E: Entry> Keeper<E> {
         self.refused.is_none_or(|refused| (at - refused).abs() >= PAUSE)
     }
 
-    /// Takes note of whether a journal could be begun.
+    /// Records whether a journal could be begun.
     fn begun<T>(&mut self, at: Instant, result: Result<T, LogError>) -> Option<T> {
         let is_known = self.refused.is_some();
         self.refused = result.is_err().then_some(at);
@@ -144,7 +144,7 @@ impl<E: Entry> Keeper<E> {
         self.report(result, is_known)
     }
 
-    /// Reports what fails for the first time.
+    /// Logs an error: the first of a series of failures at level error, the others at level debug.
     fn report<T>(&self, result: Result<T, LogError>, is_known: bool) -> Option<T> {
         match result {
             Ok(done) => return Some(done),

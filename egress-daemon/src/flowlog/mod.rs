@@ -1,9 +1,9 @@
-//! The logs of who used which ports of egress IPs (`flowLog`): the lease log on each gateway, since a gateway knows the leases of all
-//! nodes, and the flow log ([`flows`]) on each node, for its own pods.
+//! The logs of the users of egress IPs' ports (`flowLog`): the lease log on each gateway, since a gateway knows the leases of all nodes,
+//! and the flow log ([`flows`]) on each node, for its own pods.
 //!
-//! A thread of its own follows the objects and writes; it never keeps the agent waiting. `segment` is a finished file
-//! (Parquet), `journal` the lines of the one that is being written, `files` the directory of both, `keeper` what becomes of it when
-//! something fails, `writer` the thread, `worker` what all threads here have in common. [`export`] sends to collectors.
+//! A separate thread follows the objects and writes, so the agent never waits. `segment` is the format of finished files (Parquet),
+//! `journal` the format of the file that is being written, `files` the directory of both, `keeper` the handling of failures, `writer`
+//! the thread, and `worker` the common part of all threads here. [`export`] sends to collectors.
 
 pub mod export;
 mod files;
@@ -24,14 +24,14 @@ pub use writer::{Counts, LogWriter};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// What is logged.
+/// The contents of the logs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Nothing.
     Off,
-    /// Which node held which ports of which egress IP when.
+    /// For each egress IP, the nodes that held its ports, with times.
     Leases,
-    /// That, and when each flow began and ended, and for which pod.
+    /// In addition, the start, the end and the pod of each flow.
     Flows,
 }
 
@@ -42,9 +42,9 @@ pub struct FlowLog {
     pub mode: Mode,
     /// `destinations`: whether the flow log has remote addresses.
     pub destinations: bool,
-    /// `retention`: how long a segment is kept after its last event.
+    /// `retention`: the time for which a segment is kept after its last event.
     pub retention: Duration,
-    /// `export`: where logs are exported to.
+    /// `export`: the collectors to which logs are exported.
     pub export: Vec<export::Collector>,
 }
 
@@ -58,18 +58,18 @@ impl Default for FlowLog {
 /// The limits of a log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Where it is.
+    /// The log's directory.
     pub directory: PathBuf,
-    /// How long a segment is kept after its last event.
+    /// The time for which a segment is kept after its last event.
     pub retention: Duration,
-    /// How many bytes all files may have; the oldest segments are removed first.
+    /// The maximum total size of the files in bytes; the oldest are removed first.
     pub bytes: u64,
 }
 
-/// How many bytes a log may have.
+/// The maximum size of a log in bytes.
 pub const MAX_BYTES: u64 = 1 << 30;
 
-/// Namespace and name of a pod; a text without a namespace is an address.
+/// Splits a pod into namespace and name; a text without a namespace is an address.
 fn pod_parts(pod: &str) -> (Option<&str>, &str) {
     pod.split_once('/').map_or((None, pod), |(namespace, name)| (Some(namespace), name))
 }
@@ -77,7 +77,7 @@ fn pod_parts(pod: &str) -> (Option<&str>, &str) {
 /// Microseconds since 1970.
 pub type Instant = i64;
 
-/// The current time.
+/// Returns the current time.
 pub fn now() -> Instant {
     micros(SystemTime::now())
 }

@@ -1,4 +1,4 @@
-//! What the programs report for the flow log.
+//! Tests of the programs' reports for the flow log.
 
 use super::{
     Counts, FlowLog, Mode,
@@ -22,7 +22,7 @@ use std::sync::{Arc, atomic::Ordering};
 
 const LOGGED: Sizes = Sizes { max_flows: 4096, flow_events: limits::FLOW_EVENTS };
 
-/// Logs what is reported, until the result is dropped.
+/// Logs the programs' reports until the result is dropped.
 fn follow(rig: &Rig, directory: &Path, kept: bool, counts: &Arc<Counts>) -> flows::Follower {
     let config = FlowLog { mode: Mode::Flows, destinations: true, ..FlowLog::default() };
     let (directory, pins) = (directory.join("flows"), rig.pins().clone());
@@ -43,7 +43,7 @@ fn send(rig: &mut Rig, frame: &[u8]) -> SocketAddr {
     SocketAddr::new(read(&out).unwrap().src, ports(&out).0)
 }
 
-/// The same scene after the pod's address has become another pod's.
+/// Returns the scene after another pod has taken over the pod's address.
 fn inherited() -> NodeView {
     let mut view = scene();
     let pod = view.endpoints.remove(&scenes::endpoint_id(0)).unwrap();
@@ -62,13 +62,13 @@ fn a_flows_beginning_and_end_are_told_with_what_it_was() {
         let to = SocketAddr::new(addr(server), 443);
         let question = seal(ip(addr(pod), to.ip(), UDP, &[], &udp(40_000, 443, b"data")));
         let seen = send(&mut rig, &question);
-        // A packet of the same flow reports nothing.
+        // A further packet of the flow causes no report.
         assert_eq!(send(&mut rig, &question), seen);
         let open = seal(ip(addr(pod), to.ip(), TCP, &[], &tcp(40_001, 443, 2, &[])));
         send(&mut rig, &open);
         rig.write(&inherited());
         let after = send(&mut rig, &question);
-        // Names are known as long as the tables have them.
+        // The log must be written before the tables lose the names.
         told += 4;
         while counts.written.load(Ordering::Relaxed) < told {
             std::thread::yield_now();
@@ -103,7 +103,7 @@ fn a_full_buffer_keeps_no_packet_waiting_and_what_is_lost_is_in_the_log() {
     let lost = rig.count(Counter::FlowLogLost);
     assert!(lost > 0 && rig.count(Counter::FlowsCreated) == u64::from(count), "{lost}");
     let (directory, counts) = (tempfile::tempdir().unwrap(), Arc::default());
-    // A new agent reads: it does not know how many were lost before it started.
+    // A new agent reads the buffer. It does not know how many reports were lost before it started.
     drop(follow(&rig, directory.path(), false, &counts));
     assert_eq!(counts.written.load(Ordering::Relaxed), u64::from(count) - lost);
     // The same agent does not read for a while.

@@ -1,4 +1,4 @@
-//! A finished part of a log as a Parquet file, which any engine reads: one row for each record. Bytes in, bytes out.
+//! A finished part of a log as a Parquet file, readable by any engine: one row for each record. Converts between records and bytes.
 
 use super::journal::Row;
 use egress_core::leaselog::LeaseRecord;
@@ -68,12 +68,12 @@ pub(super) fn optional<T: DataType>(
     column.close()
 }
 
-/// The name of a file's schema, if it is a Parquet file: `leases` or `flows` for a segment.
+/// Returns the name of a Parquet file's schema: `leases` or `flows` for a segment.
 pub(super) fn schema_name(file: impl ChunkReader + 'static) -> Result<String> {
     Ok(SerializedFileReader::new(file)?.metadata().file_metadata().schema().name().to_owned())
 }
 
-/// Checks that a file has this schema: reading columns of other types panics.
+/// Checks that a file has this schema, since reading columns of other types panics.
 pub(super) fn check(metadata: &ParquetMetaData, schema: &str) -> Result<()> {
     let expected = SchemaDescriptor::new(Arc::new(parse_message_type(schema)?));
     let actual = metadata.file_metadata().schema_descr();
@@ -117,12 +117,12 @@ pub(super) fn read(file: impl ChunkReader + 'static) -> Result<Vec<LeaseRecord>>
     Ok(records)
 }
 
-/// A column; `None` where the file has no value.
+/// Reads a column; `None` where the file has no value.
 fn column<T: DataType>(group: &dyn RowGroupReader, number: usize) -> Result<Vec<Option<T::T>>> {
     part::<T>(group, number, 0..usize::try_from(group.metadata().num_rows()).unwrap_or(0))
 }
 
-/// The same for some rows only. Pages before them are not read, if the file has a page index.
+/// Reads a range of rows of a column. If the file has a page index, the pages before the range are not read.
 pub(super) fn part<T: DataType>(
     group: &dyn RowGroupReader,
     number: usize,

@@ -1,4 +1,4 @@
-//! Segments and journals give back what was written, and the directory survives crashes and stays small.
+//! Segments and journals return the records that were written, and the directory survives crashes and stays small.
 
 use super::*;
 use egress_core::leaselog::{LeaseEvent, LeaseRecord, PortLease};
@@ -91,7 +91,7 @@ fn a_log_goes_on_after_rotations_and_crashes() {
     log.append(&[alive(1), alive(2)]).unwrap();
     rotate(&mut log, 3);
     assert_eq!(all(&limits), [alive(1), alive(2), alive(3)]);
-    // It dies in the middle of a line, and in the middle of a segment.
+    // The process dies in the middle of a line, and in the middle of a segment.
     drop(log);
     let journal = limits.directory.join("00000000000003000000.journal");
     fs::write(&journal, [&fs::read(&journal).unwrap()[..], b"{\"at\":4"].concat()).unwrap();
@@ -137,7 +137,7 @@ fn old_segments_go_and_the_oldest_where_all_are_too_large() {
     log.append(&[alive(1)]).unwrap();
     rotate(&mut log, 11);
     rotate(&mut log, 50);
-    // The first ended with the second 11.
+    // The first segment ended at second 11.
     log.tidy(112_000_000).unwrap();
     assert_eq!(all(&limits), [alive(11), alive(50)]);
     limits.bytes = 1;
@@ -147,7 +147,7 @@ fn old_segments_go_and_the_oldest_where_all_are_too_large() {
     assert_eq!(names(&limits), ["00000000000120000000.journal"]);
 }
 
-/// A log with a file from the first second, and one from the tenth, which is open.
+/// Returns a log with a file from second 1, and an open file from second 10.
 fn rotated(limits: &Limits) -> Log<LeaseRecord> {
     let mut log = open(limits, 1);
     log.append(&[alive(1)]).unwrap();
@@ -155,14 +155,14 @@ fn rotated(limits: &Limits) -> Log<LeaseRecord> {
     log
 }
 
-/// Dates the last write of the journal that began at a second.
+/// Sets the time of the last write to the journal that began at second `began`.
 fn date(limits: &Limits, began: i64, written: u64) {
     let path = limits.directory.join(format!("{:020}.journal", began * 1_000_000));
     let journal = fs::OpenOptions::new().append(true).open(path).unwrap();
     journal.set_modified(UNIX_EPOCH + Duration::from_secs(written)).unwrap();
 }
 
-/// A keeper of journals of two records besides their beginning, which is one.
+/// Returns a keeper of journals with at most two records after the first.
 fn keeper(limits: &Limits) -> keeper::Keeper<LeaseRecord> {
     keeper::Keeper::new(limits.clone(), "tests", keeper::Longest { records: 2, age: i64::MAX })
 }
@@ -194,13 +194,13 @@ fn a_log_that_cannot_be_begun_still_removes_what_is_too_old() {
     rotate(&mut log, 50);
     drop(log);
     date(&limits, 50, 75);
-    // A directory is no file that could be removed, so no log begins.
+    // The directory cannot be removed as a file, so no log begins.
     let obstacle = limits.directory.join("00000000000000000001.part");
     fs::create_dir(&obstacle).unwrap();
     let mut keeper = keeper(&limits);
     assert!(!keeper.open(112_000_000));
     assert_eq!(all(&limits), [alive(10), alive(50)]);
-    // Nor does anybody have to try.
+    // Old files are removed even without an attempt to open the log.
     keeper.tend(172_000_000);
     assert_eq!(all(&limits), [alive(50)]);
     keeper.tend(232_000_000);
@@ -218,7 +218,7 @@ fn the_last_file_goes_with_its_age_unless_it_is_being_written() {
     log.tidy(1_000_000_000).unwrap();
     assert_eq!(names(&limits), ["00000000000010000000.journal"]);
     drop(log);
-    // Its process was killed in the middle of a segment, and no other one opens the log.
+    // The process was killed in the middle of a segment, and no other process opens the log.
     fs::write(limits.directory.join("00000000000010000000.part"), "PAR1").unwrap();
     let mut keeper = keeper(&limits);
     keeper.tend(120_000_000);
@@ -243,7 +243,7 @@ fn a_log_of_flows_that_is_switched_off_still_removes_what_is_too_old() {
         };
         let run = || drop(flows::Follower::start(settings.clone(), Arc::default()).unwrap());
         run();
-        // The last one was written just now.
+        // The last file was written just now.
         assert_eq!(names(&limits), ["00000000000010000000.journal"], "{mode:?}");
         date(&limits, 10, 20);
         run();
@@ -259,7 +259,7 @@ fn what_a_failed_write_leaves_is_removed_and_costs_no_earlier_record() {
     log.append(&[alive(1)]).unwrap();
     let path = limits.directory.join("00000000000001000000.journal");
     for second in 2..4 {
-        // Neither a write nor the removal of its first half succeeds.
+        // The write fails, and so does the removal of its first half.
         log.fill(true).unwrap();
         log.append(&[alive(0)]).unwrap_err();
         fs::OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"at\":").unwrap();
@@ -270,7 +270,7 @@ fn what_a_failed_write_leaves_is_removed_and_costs_no_earlier_record() {
     assert_eq!(fs::read(&path).unwrap(), journal::encode(&[alive(1), alive(2), alive(3)]));
 }
 
-/// Lets the disk be full for the segment of a journal that begins at this second.
+/// Simulates a full disk for the segment of the journal that begins at this second.
 fn fill(limits: &Limits, second: i64) {
     let part = limits.directory.join(format!("{:020}.part", second * 1_000_000));
     std::os::unix::fs::symlink("/dev/full", part).unwrap();
@@ -293,12 +293,12 @@ fn a_journal_that_could_not_become_a_segment_becomes_one_before_newer_ones() {
     fill(&limits, 1);
     (2..=3).for_each(&mut write);
     let names = || names(&limits);
-    // Nothing is left of the segment, and nothing newer is finished.
+    // Nothing is left of the segment, and no newer journal is converted.
     assert_eq!(names(), ["00000000000001000000.journal", "00000000000003000000.journal"]);
     (4..=5).for_each(&mut write);
     let finished = ["00000000000001000000.parquet", "00000000000003000000.parquet", "00000000000005000000.journal"];
     assert_eq!(names(), finished);
-    // Without another journal, it is tried again after a minute.
+    // Without a new journal, the conversion is retried after a minute.
     fill(&limits, 5);
     (6..=7).for_each(&mut write);
     assert_eq!(names()[2..], ["00000000000005000000.journal", "00000000000007000000.journal"]);

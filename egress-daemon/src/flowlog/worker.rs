@@ -11,12 +11,12 @@ use std::time::Instant;
 pub(super) struct Worker<T> {
     queue: Option<Sender<T>>,
     thread: Option<JoinHandle<()>>,
-    /// Is closed when the thread has done its work.
+    /// Closed when the thread has finished.
     done: Mutex<Receiver<()>>,
 }
 
 impl<T: Send + 'static> Worker<T> {
-    /// Starts the thread with the other end of the queue.
+    /// Starts the thread with the receiving end of the queue.
     pub(super) fn start(name: &str, work: impl FnOnce(Receiver<T>) + Send + 'static) -> io::Result<Self> {
         let (queue, waiting) = channel();
         let (working, done) = channel();
@@ -27,7 +27,7 @@ impl<T: Send + 'static> Worker<T> {
         Ok(Self { queue: Some(queue), thread: Some(thread), done: Mutex::new(done) })
     }
 
-    /// Queues a thing. Returns whether the thread is there to take it.
+    /// Queues an item. Returns whether the thread still receives.
     pub(super) fn send(&self, thing: T) -> bool {
         self.queue.as_ref().is_some_and(|queue| queue.send(thing).is_ok())
     }
@@ -39,7 +39,7 @@ impl<T> Worker<T> {
         self.queue.take();
     }
 
-    /// After [`Self::close`]: waits for the thread to end, but no longer than until `end`. Then it is left to itself.
+    /// Waits for the thread to finish after [`Self::close`], at most until `end`, then detaches it.
     pub(super) fn leave(&mut self, end: Instant) {
         if let Ok(done) = self.done.get_mut() {
             done.recv_timeout(end.saturating_duration_since(Instant::now())).ok();
@@ -52,7 +52,7 @@ impl<T> Drop for Worker<T> {
     fn drop(&mut self) {
         self.close();
         if let Some(thread) = self.thread.take() {
-            // A thread that panicked has nothing more to do.
+            // A panic of the thread needs no handling here.
             thread.join().ok();
         }
     }

@@ -1,4 +1,4 @@
-//! The thread that follows leases and logs them, from the moment when its node becomes a gateway.
+//! The thread that follows leases and logs them, starting when its node becomes a gateway.
 
 use super::export::{Change, Exporters, Ports, Record};
 use super::keeper::{Keeper, Longest};
@@ -19,28 +19,28 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// How often leases are read and written, which is also what a crash loses.
+/// The interval at which leases are read and written, and so the time span that a crash loses.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// The greatest length of a journal.
+/// The maximum length of a journal.
 const LONGEST: Longest = Longest { records: 100_000, age: 6 * 3600 * 1_000_000 };
 
-/// What was written, for metrics.
+/// The numbers of written and lost records, for metrics.
 #[derive(Debug, Default)]
 pub struct Counts {
-    /// Records that are on the disk.
+    /// Records that are on disk.
     pub written: AtomicU64,
-    /// Records that are not, because writing failed.
+    /// Records that are not on disk, because a write failed.
     pub lost: AtomicU64,
 }
 
-/// A running log. It ends when this is dropped.
+/// A running log, which ends when this value is dropped.
 #[derive(Debug)]
 pub struct LogWriter {
     _worker: Worker<()>,
 }
 
 impl LogWriter {
-    /// Starts the thread. If the log is switched off, it only removes what is too old. `directory` is the log's own.
+    /// Starts the thread. If the log is switched off, the thread only removes old files. `directory` is the log's own directory.
     pub fn start(
         config: &FlowLog,
         directory: PathBuf,
@@ -131,7 +131,7 @@ impl Follower {
         }
     }
 
-    /// Writes what changed until now. `connected`: whether the store hears of changes.
+    /// Writes the changes up to now. `connected` is whether the store receives changes.
     fn look(&mut self, moment: Moment, connected: bool) {
         if !connected {
             self.scribe.miss();
@@ -148,7 +148,7 @@ impl Follower {
 
     /// Begins the log if this node is a gateway. Returns whether it did.
     fn begin(&mut self, moment: Moment) -> bool {
-        // Other nodes keep nothing in memory.
+        // A node that is not a gateway keeps nothing in memory.
         if !self.is_gateway() || !self.store.is_whole::<EgressNode>() {
             return false;
         }
@@ -165,7 +165,7 @@ impl Follower {
         self.store.list::<EgressIP>().iter().any(|object| object.carriers().any(|name| name == self.node))
     }
 
-    /// Takes in what changed in the leases of nodes since the last time.
+    /// Takes in the changes to the nodes' leases since the last call.
     fn read(&mut self) {
         let revision = self.store.revision::<EgressNode>();
         if self.seen == Some(revision) {
@@ -200,7 +200,7 @@ impl Follower {
     }
 }
 
-/// The blocks that a node may use, and those of which packets may still be in flight.
+/// Returns the blocks that a node may use, and the quarantined blocks, whose packets may still be in flight.
 fn leases(node: &NodeName, spec: &EgressNodeSpec) -> BTreeSet<PortLease> {
     let mut leases = BTreeSet::new();
     for leased in spec.blocks.iter().chain(&spec.quarantined) {

@@ -1,4 +1,4 @@
-//! What is logged of a cluster's objects while they change and the disk fails.
+//! Tests of the lease log while a cluster's objects change and the disk fails.
 
 use super::*;
 use crate::store::Files;
@@ -24,7 +24,7 @@ impl LogFixture {
         Self { directory, store, follower }
     }
 
-    /// A second passes.
+    /// Looks at this second, connected to the store.
     fn look(&mut self, second: i64) {
         self.look_when(second, second, true);
     }
@@ -115,7 +115,7 @@ async fn a_log_that_is_switched_off_still_removes_what_is_too_old() {
         drop(LogWriter::start(&config, world.log(), "gw1", store, Arc::default(), exporters));
     };
     run();
-    // It was written just now.
+    // The file was written just now.
     assert_eq!(world.written(), [(1, LeaseEvent::Started)]);
     let journal = world.log().join("00000000000001000000.journal");
     let journal = std::fs::OpenOptions::new().append(true).open(journal).unwrap();
@@ -206,7 +206,7 @@ async fn a_gateway_that_hears_of_nothing_writes_nothing_and_says_so_afterwards()
         (21, LeaseEvent::Alive),
     ];
     assert_eq!(world.written(), expected);
-    // It ends while it hears of nothing: nobody vouches for that time.
+    // The log ends while it is not connected, so no record covers that time.
     world.look_when(22, 32, false);
     let LogFixture { directory: _kept, store: _, follower } = world;
     let log = follower.keeper.directory().to_owned();

@@ -1,7 +1,7 @@
-//! The agent's local socket: `GET /state` answers with the last published [`AgentState`]. Other parts of the agent have their own paths.
+//! The agent's local socket. `GET /state` returns the last published [`AgentState`]; other parts of the agent have their own paths.
 //!
-//! The socket is for root alone (mode 0600). The server only reads what was published; the client is blocking, small and
-//! bounded in time, for `egressctl`.
+//! Only root may use the socket (mode 0600). The server only reads the published state. The client, for `egressctl`, is
+//! blocking, small and bounded in time.
 
 use super::state::AgentState;
 use axum::{Json, Router, extract::State, routing::get};
@@ -16,15 +16,15 @@ use std::{
 use thiserror::Error;
 use tokio::{net::UnixListener, sync::watch, task::JoinSet};
 
-/// The published state. Cheap to replace: readers share one value.
+/// The published state. It is cheap to replace, because readers share one value.
 pub type Published = watch::Receiver<Arc<AgentState>>;
 
-/// How long a client waits for an agent that has the socket open and does not answer.
+/// A client's timeout for an agent that has the socket open but does not answer.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The largest answer that a client accepts.
+/// The maximum size of an answer that a client accepts, in bytes.
 const LARGEST: u64 = 256 << 20;
 
-/// Why there is no socket.
+/// Why the socket cannot be opened.
 #[derive(Debug, Error)]
 #[error("the socket {} cannot be opened: {source}; egressctl will show the maps only", path.display())]
 pub struct ServeError {
@@ -32,7 +32,7 @@ pub struct ServeError {
     source: io::Error,
 }
 
-/// Serves until it is dropped; the socket file is removed then.
+/// The server of the socket. Dropping it ends it and removes the socket file.
 #[derive(Debug)]
 pub struct AdminServer {
     path: PathBuf,
@@ -40,15 +40,15 @@ pub struct AdminServer {
 }
 
 impl AdminServer {
-    /// Starts to serve on the socket, including `others`. The caller holds the agent's lock, so an existing socket is a dead
-    /// agent's.
+    /// Starts to serve the state and `others` on the socket. The caller holds the agent's lock, so an existing socket belongs
+    /// to a dead agent.
     pub fn start(path: &Path, published: Published, others: Router) -> Result<Self, ServeError> {
         let failed = |source| ServeError { path: path.to_path_buf(), source };
         let listener = listen(path).map_err(failed)?;
         let routes = Router::new().route("/state", get(state)).with_state(published).merge(others);
         let mut task = JoinSet::new();
         task.spawn(async move {
-            // It never returns: errors of single connections do not end it.
+            // This never returns, because errors of single connections do not end it.
             let _ = axum::serve(listener, routes).await;
         });
         Ok(Self { path: path.to_path_buf(), _task: task })
@@ -57,13 +57,13 @@ impl AdminServer {
 
 impl Drop for AdminServer {
     fn drop(&mut self) {
-        // A socket that is already gone is no error.
+        // A missing socket is not an error.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// Binds under another name and renames, so that the socket never exists with wider permissions, and a dead one is
-/// replaced.
+/// Binds the socket under another name and renames it, so that it never exists with wider permissions and replaces a dead
+/// agent's socket.
 fn listen(path: &Path) -> io::Result<UnixListener> {
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory)?;
@@ -84,7 +84,7 @@ async fn state(State(published): State<Published>) -> Json<AgentState> {
     Json(AgentState::clone(&state))
 }
 
-/// Why an agent's state is not known.
+/// Why an agent's state cannot be read.
 #[derive(Debug, Error)]
 pub enum AskError {
     /// No agent listens.
@@ -95,17 +95,17 @@ pub enum AskError {
         /// The reason.
         source: io::Error,
     },
-    /// The listener does not answer as an agent of this version does.
+    /// The answer is not that of an agent of this version.
     #[error("the answer of the agent at {} cannot be parsed: {message}", path.display())]
     Answer {
         /// The socket.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         message: String,
     },
 }
 
-/// Asks the agent at the socket. Blocks for two seconds at most.
+/// Asks the agent at the socket for its state. Each read or write blocks for two seconds at most.
 pub fn ask(path: &Path) -> Result<AgentState, AskError> {
     let exchange = || -> io::Result<Vec<u8>> {
         let mut answer = Vec::new();
@@ -116,18 +116,18 @@ pub fn ask(path: &Path) -> Result<AgentState, AskError> {
     understand(&answer).map_err(|message| AskError::Answer { path: path.to_path_buf(), message })
 }
 
-/// Sends a request. Each part of the answer must come within `patience`.
+/// Sends a request. Each part of the answer must arrive within `patience`.
 fn request(path: &Path, what: &str, patience: Duration) -> io::Result<UnixStream> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(patience))?;
     stream.set_write_timeout(Some(PATIENCE))?;
-    // HTTP/1.0: the answer is not chunked, and its end is the connection's.
+    // With HTTP/1.0, the answer is not chunked and ends with the connection.
     stream.write_all(format!("GET {what} HTTP/1.0\r\nHost: agent\r\n\r\n").as_bytes())?;
     Ok(stream)
 }
 
-/// Asks the agent at the socket for lines, until it or the reader ends; each comes within `patience`. A refusal is an error with its
-/// text.
+/// Asks the agent at the socket for lines, until the agent or the reader ends. Each line must arrive within `patience`. A refusal is
+/// returned as an error with its text.
 pub fn follow(
     path: &Path,
     what: &str,

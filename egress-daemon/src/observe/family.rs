@@ -1,4 +1,4 @@
-//! Metrics with their values, and how they are encoded.
+//! Metrics with their values, and their encoding.
 
 use prometheus_client::{
     encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet},
@@ -24,28 +24,28 @@ enum Values {
     Histogram { buckets: Vec<(f64, u64)>, sum: f64 },
 }
 
-/// A metric that only grows.
+/// Returns a metric that only grows.
 pub(super) fn counter(name: impl Into<String>, help: &'static str, values: Vec<(Labels, u64)>) -> Family {
     Family { name: name.into(), help, values: Values::Counters(values) }
 }
 
-/// A metric that rises and falls.
+/// Returns a metric that rises and falls.
 pub(super) fn gauge(name: impl Into<String>, help: &'static str, values: Vec<(Labels, f64)>) -> Family {
     Family { name: name.into(), help, values: Values::Gauges(values) }
 }
 
-/// A boolean as a value.
+/// Converts a boolean to a value.
 pub(super) fn truth(value: bool) -> f64 {
     f64::from(u8::from(value))
 }
 
-/// A distribution: how many were in each range, by its upper bound; the last one is infinite.
+/// Returns a distribution. Each bucket has its upper bound, of which the last is infinite, and its count.
 pub(super) fn histogram(name: impl Into<String>, help: &'static str, buckets: Vec<(f64, u64)>, sum: f64) -> Family {
     Family { name: name.into(), help, values: Values::Histogram { buckets, sum } }
 }
 
 impl Family {
-    /// Writes it.
+    /// Writes the metric.
     pub(super) fn encode(self, encoder: &mut DescriptorEncoder) -> Result<(), fmt::Error> {
         let Self { name, help, values } = self;
         match values {
@@ -66,7 +66,7 @@ impl Family {
     }
 }
 
-/// Writes the values of one metric. A value without labels is the only one.
+/// Writes the values of one metric. A value without labels must be the only one.
 fn encode_values<V, M: EncodeMetric>(
     mut encoder: MetricEncoder<'_>,
     values: Vec<(Labels, V)>,

@@ -1,4 +1,4 @@
-//! HTTP for everybody who reaches the port: clients hold a bounded number of connections, and a new one is always answered.
+//! An HTTP server for untrusted clients. The number of connections is bounded, and a new connection is always answered.
 
 use axum::Router;
 use hyper::server::conn::http1;
@@ -13,16 +13,16 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// Connections at once.
+/// The maximum number of concurrent connections.
 const CONNECTIONS: usize = 256;
-/// How long a connection may take for the head of a request, or wait for one.
+/// The timeout for the head of a request, including the wait for the request.
 const HEAD: Duration = Duration::from_secs(60);
-/// How long a connection lasts, since a client may never read what it has asked for. Browsers and Prometheus connect again.
+/// The maximum lifetime of a connection, since a client may never read its response. Browsers and Prometheus reconnect.
 const LIFETIME: Duration = Duration::from_secs(600);
-/// How soon connections are accepted again after an error, such as too many open files.
+/// The pause after a failed accept, for example because of too many open files.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves until it is dropped. Errors of single connections are theirs alone.
+/// Serves until it is dropped. An error of one connection does not affect others.
 pub(super) async fn serve(listener: TcpListener, routes: Router) {
     let mut present = Connections::default();
     loop {
@@ -40,17 +40,17 @@ async fn answer(stream: TcpStream, routes: Router) {
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(HEAD);
     let connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
-    // Too late, or an error of the client: either way the connection ends.
+    // The connection ends after its lifetime and after an error alike.
     drop(timeout(LIFETIME, connection).await);
 }
 
-/// The connections at present with the clients' addresses, oldest first.
+/// The current connections with their clients' addresses, oldest first.
 #[derive(Debug, Default)]
 struct Connections(Vec<(IpAddr, AbortHandle)>);
 
 impl Connections {
-    /// Adds a connection. If there are too many, the client with the most loses its oldest one: a client that holds many, such as a pod that
-    /// means to keep the kubelet's probes out, only closes its own. The new one counts too, so a client with one never pays for one with more.
+    /// Adds a connection. If there are too many, closes the oldest connection of the client with the most. Thus a pod that opens many
+    /// connections to block the kubelet's probes loses its own. The new connection counts, so no client with one loses it to one with more.
     fn add(&mut self, peer: IpAddr, task: AbortHandle) {
         self.0.retain(|(_, task)| !task.is_finished());
         self.0.push((peer, task));
@@ -110,7 +110,7 @@ mod tests {
                 assert!(text.starts_with("HTTP/1.1 200") && text.ends_with("ok\n"), "{number}: {text}");
             }
         }
-        // The oldest made room.
+        // The oldest connection was closed.
         assert_eq!(idle[0].read(&mut [0]).await.unwrap_or_default(), 0);
     }
 

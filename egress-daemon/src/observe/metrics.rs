@@ -1,7 +1,7 @@
-//! Metrics, read on request: counters and memory from the pinned maps, the rest from what the agent and the controller
-//! publish. Also their server, with `/healthz` and `/readyz`.
+//! Metrics, read on request: counters and memory from the pinned maps, the rest from the published state of the agent and
+//! the controller. Also their server, with `/healthz` and `/readyz`.
 //!
-//! The cost of a scrape does not grow with the flows.
+//! The cost of a scrape does not depend on the number of flows.
 
 use super::{
     admin::Published,
@@ -47,27 +47,27 @@ use tokio::{
     task::JoinSet,
 };
 
-/// How many policies the controller counts the pods of; those of further ones are counted together. As many as an agent has accounts.
+/// The number of policies whose pods the controller counts separately, as many as an agent has accounts. Other policies share one count.
 const MAX_POLICIES: usize = MAX_ACCOUNTS;
 
-/// What is measured and whether the process is ready; each part only in processes that have it.
+/// The sources of metrics and readiness. A process has only the sources of its own roles.
 #[derive(Clone, Debug, Default)]
 pub struct MetricSources {
     /// The agent's pins.
     pub pins: Option<Pins>,
-    /// What the agent publishes.
+    /// The agent's published state.
     pub agent: Option<Published>,
-    /// What the controller reports.
+    /// The controller's report.
     pub controller: Option<watch::Receiver<ControllerReport>>,
-    /// What the lease and flow logs count.
+    /// The counts of the lease log and the flow log.
     pub log: Option<[Arc<Counts>; 2]>,
-    /// What the exporters count: records, and segments.
+    /// The exporters' counts of records and of segments.
     pub exported: [Vec<Arc<Sent>>; 2],
-    /// What the store counts.
+    /// The store's counts of writes.
     pub writes: Option<Arc<WriteCounts>>,
 }
 
-/// From the maps. A node whose maps cannot be read has `spillway_maps_readable 0` and nothing else from them.
+/// Returns the metrics of the maps. If the maps cannot be read, `spillway_maps_readable` is 0 and their counters are missing.
 fn of_maps(pins: &Pins, flows: &BTreeMap<u32, u64>) -> Vec<Family> {
     let maps = Maps::open(pins);
     let accounts = maps.as_ref().map_or_else(|_| Vec::new(), |maps| traffic::read(maps).unwrap_or_default());
@@ -105,7 +105,7 @@ fn of_maps(pins: &Pins, flows: &BTreeMap<u32, u64>) -> Vec<Family> {
     families
 }
 
-/// From what the agent publishes.
+/// Returns the metrics of the agent's published state.
 fn of_agent(published: &Published) -> Vec<Family> {
     let state = published.borrow().clone();
     let by_gateway = |value: &dyn Fn(&super::state::GatewayState) -> Option<f64>| {
@@ -187,7 +187,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
     families
 }
 
-/// From the controller's report.
+/// Returns the metrics of the controller's report.
 fn of_controller(report: &ControllerReport) -> Vec<Family> {
     let plain = |value: f64| vec![(Labels::new(), value)];
     let partial = vec![(Labels::new(), report.partial)];
@@ -211,7 +211,7 @@ fn of_controller(report: &ControllerReport) -> Vec<Family> {
     ]
 }
 
-/// From the lease and flow logs.
+/// Returns the metrics of the lease and flow logs.
 fn of_logs([leases, flows]: &[Arc<Counts>; 2]) -> Vec<Family> {
     let both = |leases: &AtomicU64, flows: &AtomicU64| {
         let value = |log: &str, value: &AtomicU64| (vec![("log", log.to_owned())], value.load(Ordering::Relaxed));
@@ -224,7 +224,7 @@ fn of_logs([leases, flows]: &[Arc<Counts>; 2]) -> Vec<Family> {
     ]
 }
 
-/// From the exporters of logs.
+/// Returns the metrics of the logs' exporters.
 fn of_exports([records, segments]: &[Vec<Arc<Sent>>; 2]) -> Vec<Family> {
     let each = |counts: &[Arc<Sent>], value: fn(&Sent) -> &AtomicU64| -> Vec<(Labels, u64)> {
         let one = |sent: &Arc<Sent>| (vec![("collector", sent.collector.clone())], value(sent).load(Ordering::Relaxed));
@@ -251,7 +251,7 @@ fn of_exports([records, segments]: &[Vec<Arc<Sent>>; 2]) -> Vec<Family> {
     ]
 }
 
-/// From the store.
+/// Returns the metrics of the store.
 fn of_store(counts: &WriteCounts) -> Family {
     let labels = |(kind, verb, result): (&'static str, &'static str, WriteResult)| -> Labels {
         vec![("kind", kind.into()), ("verb", verb.into()), ("result", result.name().into())]
@@ -275,7 +275,7 @@ impl MetricSources {
         families
     }
 
-    /// Why the process is not ready; none if it is.
+    /// Returns why the process is not ready, or `None` if it is.
     fn unready(&self) -> Option<String> {
         if let Some(published) = &self.agent {
             let state = published.borrow().clone();
@@ -297,7 +297,7 @@ impl Collector for MetricSources {
     }
 }
 
-/// Why nothing is served.
+/// Why metrics cannot be served.
 #[derive(Debug, Error)]
 #[error("metrics cannot be served on {address}: {source}; name a free address with --metrics")]
 pub struct ServeError {
@@ -305,17 +305,17 @@ pub struct ServeError {
     source: io::Error,
 }
 
-/// Serves until it is dropped.
+/// The server of metrics, which serves until it is dropped.
 #[derive(Debug)]
 pub struct MetricsServer {
-    /// Where it listens; the port is the actual one even if 0 was requested.
+    /// The address on which it listens, with the actual port even if port 0 was requested.
     pub address: SocketAddr,
     _task: JoinSet<()>,
 }
 
 impl MetricsServer {
-    /// Starts to serve `/metrics`, `/healthz` (the process answers) and `/readyz` (503 and the reason until it is ready), and `others`,
-    /// made from the actual port.
+    /// Starts to serve `/metrics`, `/healthz` (the process answers), `/readyz` (503 and the reason until it is ready) and the routes that
+    /// `others` makes from the actual port.
     pub async fn start(
         address: SocketAddr,
         sources: MetricSources,
@@ -339,13 +339,13 @@ impl MetricsServer {
     }
 }
 
-/// All metrics. Since the agent's tables are read for each encoding, one runs at a time, for all clients that asked before it began.
+/// All metrics. Each encoding reads the agent's tables, so only one runs at a time, for all clients whose requests came before it began.
 #[derive(Debug, Default)]
 struct Exposition {
     registry: Registry,
-    /// How many encodings have begun.
+    /// The number of encodings that have begun.
     begun: AtomicU64,
-    /// What the last one made; nothing if it failed.
+    /// The result of the last encoding; `None` if it failed.
     last: Arc<Mutex<Option<Bytes>>>,
 }
 
@@ -354,7 +354,7 @@ async fn metrics(State(exposition): State<Arc<Exposition>>) -> axum::response::R
     let mut last = Arc::clone(&exposition.last).lock_owned().await;
     let body = if exposition.begun.load(Ordering::Relaxed) == before {
         let encode = move || {
-            // The encoding goes on if the client leaves, and the lock with it.
+            // If the client leaves, the encoding continues and keeps the lock.
             exposition.begun.fetch_add(1, Ordering::Relaxed);
             *last = None;
             let mut body = String::new();

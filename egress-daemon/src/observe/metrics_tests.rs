@@ -120,7 +120,7 @@ fn sent(collector: &str) -> Arc<Sent> {
     Arc::new(Sent { collector: collector.to_owned(), sent: AtomicU64::new(7), lost: AtomicU64::new(2) })
 }
 
-/// Everything that any process serves, for a node with programs and one flow.
+/// Returns the metrics of all sources together, for a node with programs and one flow.
 fn everything(pins: &Pins) -> String {
     let (_publish, published) = watch::channel(Arc::new(agent()));
     let (_report, reports) = watch::channel(ControllerReport::default());
@@ -165,7 +165,7 @@ fn the_documented_metrics_are_served_and_promtool_accepts_them() {
     judged_by_promtool(&text);
 }
 
-/// `promtool check metrics`, which reads the older text format: there, a counter's name in `HELP` and `TYPE` has its suffix.
+/// Runs `promtool check metrics`. It reads the older text format, in which a counter's name in `HELP` and `TYPE` has its suffix.
 fn judged_by_promtool(text: &str) {
     let counters: BTreeSet<&str> =
         text.lines().filter_map(|l| l.strip_prefix("# TYPE ")?.strip_suffix(" counter")).collect();
@@ -271,7 +271,7 @@ async fn metrics_are_served_over_http() {
     assert!(error.contains(&server.address.to_string()) && error.contains("--metrics"), "{error}");
 }
 
-/// One metric, the number of its encoding, which lasts until it is told to end.
+/// A collector of one metric, the number of the encoding. Each encoding lasts until the test ends it.
 #[derive(Debug)]
 struct Slow {
     begun: watch::Sender<u64>,

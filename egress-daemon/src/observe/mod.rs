@@ -1,6 +1,6 @@
-//! What others see of a running agent or controller: logs, metrics, and the agent's local socket.
+//! The observability of a running agent or controller: logs, metrics, and the agent's local socket.
 //!
-//! It only shows what it is given: it decides nothing and changes nothing.
+//! These modules only show the state that they are given. They decide and change nothing.
 
 pub mod admin;
 mod family;

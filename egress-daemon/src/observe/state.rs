@@ -1,6 +1,6 @@
-//! What a running agent reports on its socket: what is not in the maps. The agent fills it in, `egressctl` shows it.
+//! The state that a running agent reports on its socket, in addition to the maps. The agent fills it in, and `egressctl` shows it.
 //!
-//! Every list is sorted, field names on the wire are camelCase, and a reader ignores fields that it does not know.
+//! Every list is sorted, field names on the wire are camelCase, and a reader ignores unknown fields.
 
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::IpAddr};
@@ -17,21 +17,21 @@ pub struct AgentState {
     pub gateways: Vec<GatewayState>,
     /// Egress IPs that this node uses or owns, sorted by address.
     pub egress_ips: Vec<EgressIpState>,
-    /// The ports that flows of this node use towards the busiest destination, by egress IP, as last counted.
+    /// The number of ports that flows of this node use towards the busiest destination, by egress IP, as last counted.
     pub ports_used: BTreeMap<IpAddr, u32>,
     /// The port blocks of each egress IP that this node uses or carries.
     pub blocks: BTreeMap<IpAddr, BlockCounts>,
-    /// The flows of this node by the number of the account that their packets are counted under, as last counted.
+    /// The number of this node's flows by the number of their account, as last counted.
     pub account_flows: BTreeMap<u32, u64>,
-    /// How many pairs of a policy and a namespace, with an egress IP or without, have no account of their own.
+    /// The number of pairs of a policy and a namespace, with or without an egress IP, that have no account.
     pub without_account: usize,
-    /// How long it took to take over egress IPs of dead gateways.
+    /// The durations of takeovers of dead gateways' egress IPs.
     pub takeovers: TakeOverLengths,
-    /// Networks that may be the cluster's although no object names them, each with a remedy: no policy applies to what is in them.
+    /// The networks that may be the cluster's although no object names them, each with a remedy. No policy applies to destinations in them.
     pub unnamed_networks: BTreeMap<String, String>,
     /// The conditions of the node as a whole.
     pub conditions: Vec<ConditionState>,
-    /// What is wrong: broken objects, limits that were reached, settings that the host refused.
+    /// The problems: broken objects, limits that were reached, settings that the host refused.
     pub problems: Vec<ProblemState>,
 }
 
@@ -39,22 +39,22 @@ pub struct AgentState {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BlockCounts {
-    /// Leased to this node.
+    /// The blocks leased to this node.
     pub leased: usize,
-    /// Of these, those used by flows, as last counted.
+    /// The leased blocks that flows use, as last counted.
     pub used: usize,
-    /// Leased to nobody; known only to the owner.
+    /// The blocks leased to no node; only the owner reports them.
     pub free: Option<usize>,
 }
 
-/// How long takeovers took.
+/// The durations of takeovers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct TakeOverLengths {
-    /// How many were in each range, with the upper bounds [`egress_core::agent::takeovers::BOUNDS_MS`], and how many above
-    /// them.
+    /// The number of takeovers in each range with the upper bounds [`egress_core::agent::takeovers::BOUNDS_MS`], and above
+    /// all of them.
     pub counts: Vec<u64>,
-    /// All of them together, in milliseconds.
+    /// The sum of their durations, in milliseconds.
     pub sum_millis: u64,
 }
 
@@ -66,11 +66,11 @@ pub struct NodeState {
     pub name: String,
     /// The agent's version.
     pub version: String,
-    /// The agent's process.
+    /// The agent's process ID.
     pub pid: u32,
-    /// How long the agent has been running.
+    /// The time since the agent's start.
     pub uptime_seconds: u64,
-    /// Where the objects come from: for example `directory /etc/spillway`.
+    /// The source of the objects: for example `directory /etc/spillway`.
     pub store: String,
     /// Whether the store answers now.
     pub store_connected: bool,
@@ -80,18 +80,18 @@ pub struct NodeState {
     pub firewall: String,
     /// How programs are attached: `tcx` or `clsact`.
     pub attach: String,
-    /// The foreign program that may bring packets into a pod past ours, and where it is: while there is one, a selected pod's SYN+ACK
-    /// is taken for an answer to a packet that it brought in.
+    /// The foreign program that may deliver packets to a pod past ours, and its location. While there is one, a selected pod's SYN+ACK
+    /// counts as an answer to a packet that this program delivered.
     pub bypass: Option<String>,
     /// The setting for drivers: `Auto`, `Native` or `Off`.
     pub xdp: String,
-    /// For a gateway, the interfaces at which its packets arrive: why they are not forwarded at the driver; null if they are.
+    /// For each interface at which a gateway's packets arrive, why they are not forwarded at the driver; null if they are.
     pub drivers: BTreeMap<String, Option<String>>,
-    /// The addresses that other nodes send tunnelled packets to.
+    /// The addresses to which other nodes send tunnelled packets.
     pub tunnel_addresses: Vec<IpAddr>,
-    /// Whether the node is a gateway and holds its Lease; absent for a node that is no gateway.
+    /// Whether a gateway holds its Lease; absent for a node that is not a gateway.
     pub lease_held: Option<bool>,
-    /// The highest revision of the node's own port blocks that it has programmed.
+    /// The highest programmed revision of the node's own port blocks.
     pub lease_revision: u64,
 }
 
@@ -105,7 +105,7 @@ pub struct PolicyState {
     pub distribution: String,
     /// Its egress IPs in the order of its slots.
     pub egress_ips: Vec<IpAddr>,
-    /// Endpoints of this node that it selects, as `namespace/name`, sorted.
+    /// The endpoints of this node that it selects, as `namespace/name`, sorted.
     pub endpoints: Vec<String>,
     /// Its conditions.
     pub conditions: Vec<ConditionState>,
@@ -114,14 +114,14 @@ pub struct PolicyState {
 /// The result of probing a gateway.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProbeResult {
-    /// Nothing yet; new flows may use it.
+    /// There is no result yet; new flows may use the gateway.
     #[default]
     Unknown,
-    /// It answers.
+    /// The gateway answers.
     Alive,
-    /// It does not answer; new flows avoid it.
+    /// The gateway does not answer; new flows avoid it.
     Dead,
-    /// It answers, but is not able to carry egress IPs: packets avoid it if there is another one.
+    /// The gateway answers, but is not able to carry egress IPs. Packets avoid it if there is another gateway.
     Unable,
 }
 
@@ -131,17 +131,17 @@ pub enum ProbeResult {
 pub struct GatewayState {
     /// Its name.
     pub name: String,
-    /// The address that it is probed at.
+    /// The address at which it is probed.
     pub address: Option<IpAddr>,
     /// The result of probes. This node itself counts as alive.
     pub probe: ProbeResult,
-    /// The last round trip, in microseconds.
+    /// The last round-trip time, in microseconds.
     pub rtt_micros: Option<u64>,
     /// The transport to it.
     pub transport: String,
-    /// The transport that it answers by; empty if it is not known.
+    /// Its reply transport; empty if it is not known.
     pub replies: String,
-    /// Why no better transport is in force; empty if the best one is.
+    /// Why no better transport is in use; empty if the best one is.
     pub why: String,
 }
 
@@ -151,13 +151,13 @@ pub struct GatewayState {
 pub struct EgressIpState {
     /// The address.
     pub address: IpAddr,
-    /// The pool that it comes from; absent for one that a policy names.
+    /// The pool that it comes from; absent for an egress IP that a policy names.
     #[serde(default)]
     pub pool: Option<String>,
     /// Its owner.
     #[serde(default)]
     pub owner: Option<String>,
-    /// The node that it goes back to, if that is another one.
+    /// The preferred node to which it returns, unless that is the owner.
     #[serde(default)]
     pub preferred: Option<String>,
     /// The owner's epoch.
@@ -175,27 +175,27 @@ pub struct EgressIpState {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ConditionState {
-    /// What it is about.
+    /// The condition's type.
     #[serde(rename = "type")]
     pub kind: String,
     /// `True`, `False` or `Unknown`.
     pub status: String,
-    /// One word.
+    /// The reason, in one word.
     pub reason: String,
-    /// A sentence.
+    /// The message, in a sentence.
     pub message: String,
 }
 
-/// Something that is wrong, and what to do about it.
+/// A problem and its remedy.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ProblemState {
     /// The object, file, interface or setting.
     pub object: String,
-    /// The field in it, if one is to blame.
+    /// The faulty field, if there is one.
     pub field: Option<String>,
-    /// What is wrong.
+    /// The problem.
     pub message: String,
-    /// What to do.
+    /// The remedy.
     pub remedy: String,
 }

@@ -1,7 +1,7 @@
-//! What the programs count for flows, by policy, namespace and egress IP, as metrics.
+//! The programs' counts of flows' traffic by policy, namespace and egress IP, as metrics.
 //!
-//! Each account is a series of its own: a sum over those of a policy would fall when one of them is removed, which Prometheus takes for a
-//! restart.
+//! Each account is a separate series. A sum over a policy's accounts would fall when one of them is removed, which Prometheus would treat
+//! as a restart.
 
 use super::family::{Family, Labels, counter, gauge};
 use egress_common::{
@@ -13,16 +13,16 @@ use egress_core::encode::name_text;
 use egress_node::datapath::maps::{Maps, MapsError};
 use std::{collections::BTreeMap, net::IpAddr};
 
-/// The label of everything without an account of its own: no policy, namespace or address has such a name.
+/// The label of traffic that has no account. It cannot be the name of a policy, a namespace or an address.
 pub(super) const OTHERS: &str = "_other";
 
-/// What one account has counted.
+/// The counts of one account.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Counted {
     number: u32,
     policy: String,
     namespace: String,
-    /// None for flows that are refused.
+    /// `None` for refused flows.
     egress_ip: Option<String>,
     traffic: Traffic,
 }
@@ -52,7 +52,7 @@ impl Counted {
     }
 }
 
-/// What has no account: translated flows, and refused ones.
+/// Returns the counts of translated and of refused flows that have no account.
 fn others(traffic: Traffic) -> [Counted; 2] {
     [Some(OTHERS.to_owned()), None].map(|egress_ip| Counted {
         number: OTHER.into(),
@@ -72,7 +72,7 @@ pub(super) fn read(maps: &Maps) -> Result<Vec<Counted>, MapsError> {
     Ok(all)
 }
 
-/// The metrics of these accounts; `flows` is how many flows each has, by its number.
+/// Returns the metrics of these accounts. `flows` has each account's number of flows, by the account's number.
 pub(super) fn families(all: &[Counted], flows: &BTreeMap<u32, u64>) -> Vec<Family> {
     let translated = || all.iter().filter(|counted| counted.egress_ip.is_some());
     let both_ways = |sent: fn(&Traffic) -> u64, received: fn(&Traffic) -> u64| {
@@ -109,7 +109,7 @@ pub(super) fn families(all: &[Counted], flows: &BTreeMap<u32, u64>) -> Vec<Famil
     ]
 }
 
-/// An address as a label.
+/// Returns an address as a label.
 pub(super) fn of_egress_ip(ip: &IpAddr) -> Labels {
     vec![("egress_ip", ip.to_string())]
 }

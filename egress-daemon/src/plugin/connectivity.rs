@@ -1,5 +1,5 @@
-//! `kubectl spillway connectivity test`: starts pods that policies select, and compares what a server outside the cluster sees of
-//! them with what the policies promise.
+//! `kubectl spillway connectivity test`: starts pods that policies select, and compares the source addresses that a server outside the
+//! cluster sees with the policies' promises.
 
 use super::kubectl::{Kubectl, KubectlError};
 use crate::{
@@ -24,25 +24,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The label of everything that a test makes.
+/// The label of all objects that a test creates.
 const LABEL: &str = "spillway.io/connectivity-test";
-/// How often pods are checked.
+/// The interval at which pods are checked.
 const LOOK: Duration = Duration::from_secs(1);
-/// The user that pods run as: nobody.
+/// The user ID of the pods: nobody.
 const USER: u32 = 65_534;
 /// The exit code of a process that Ctrl-C ends.
 const INTERRUPTED: i32 = 130;
 
-/// What is tested, and how.
+/// The options of a test.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Servers outside the cluster.
+    /// The servers outside the cluster.
     pub servers: Vec<SocketAddr>,
-    /// Only this policy: its name, or `NAMESPACE/NAME`.
+    /// The only policy to test: its name, or `NAMESPACE/NAME`.
     pub policy: Option<String>,
-    /// The image of the pods; absent: the agents'.
+    /// The image of the pods. Absent: the agents' image.
     pub image: Option<String>,
-    /// How long pods have to start and to query.
+    /// The time for the pods to start and to query.
     pub timeout: Duration,
 }
 
@@ -53,11 +53,11 @@ pub struct Outcome {
     pub policy: Option<String>,
     /// `ok`, `FAILED` or `skipped`.
     pub result: &'static str,
-    /// What servers had to see.
+    /// The source addresses that were promised.
     pub promised: String,
-    /// What they saw.
+    /// The source addresses that servers saw.
     pub seen: String,
-    /// What was wrong, or why it was skipped.
+    /// The broken promises, or why the test was skipped.
     pub message: String,
 }
 
@@ -74,9 +74,9 @@ impl Row for Outcome {
 /// The results of a test.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ConnectivityView {
-    /// Whether no promise was broken.
+    /// Whether all promises were kept.
     pub ok: bool,
-    /// One for each policy, and one for the pod that no policy selects.
+    /// The results, one for each policy and one for the pod that no policy selects.
     pub items: Vec<Outcome>,
 }
 
@@ -86,7 +86,7 @@ impl Printable for ConnectivityView {
     }
 }
 
-/// Runs the test, and removes what it made, even if it is interrupted. `progress` is called with each step.
+/// Runs the test and removes the objects that it created, even if it is interrupted. Calls `progress` with each step.
 pub fn test(kubectl: &Kubectl, options: &Options, progress: impl Fn(&str)) -> Result<ConnectivityView> {
     if options.servers.is_empty() {
         bail!("name a server outside the cluster with --server; on a machine there run: egressctl connectivity serve");
@@ -94,7 +94,7 @@ pub fn test(kubectl: &Kubectl, options: &Options, progress: impl Fn(&str)) -> Re
     let known = policies(kubectl)?;
     let mut cases = cases(&known, &namespaces(kubectl)?, &options.servers);
     if let Some(wanted) = &options.policy {
-        // A team names its policy as kubectl does, others as egressctl does.
+        // Names of EgressPolicies are accepted as kubectl and as egressctl (`ns/`) write them.
         cases.retain(|case| policy_of(case).is_none_or(|name| name.strip_prefix("ns/").unwrap_or(name) == wanted));
         if !cases.iter().any(|case| policy_of(case).is_some()) {
             bail!(
@@ -103,7 +103,7 @@ pub fn test(kubectl: &Kubectl, options: &Options, progress: impl Fn(&str)) -> Re
         }
     }
     let image = options.image.clone().map_or_else(|| image(kubectl), Ok)?;
-    // Leftovers of an earlier test whose machine lost power.
+    // Removes the leftovers of an earlier test that could not clean up.
     clean(kubectl)?;
     let cleaner = kubectl.clone();
     let _on_interrupt = on_interrupt(move || {
@@ -133,8 +133,8 @@ fn items(list: Value) -> Vec<Value> {
     }
 }
 
-/// Spillway's own policies, with their egress IPs. A policy that cannot be understood has a condition that says so, and no
-/// promise.
+/// Returns Spillway's own policies with their egress IPs. Omits invalid policies, which promise nothing and have a
+/// condition with the reason.
 fn policies(kubectl: &Kubectl) -> Result<Vec<Known>> {
     let list = kubectl.json(&["get", "egressgatewaypolicies.spillway.io,egresspolicies.spillway.io", "-A"])?;
     let mut known = Vec::new();
@@ -174,7 +174,7 @@ fn namespaces(kubectl: &Kubectl) -> Result<Vec<(String, Labels)>, KubectlError> 
     Ok(items(list).iter().filter_map(one).collect())
 }
 
-/// The image that agents run.
+/// Returns the agents' image.
 fn image(kubectl: &Kubectl) -> Result<String> {
     let list =
         kubectl.json(&["get", "pods", "-l", "app.kubernetes.io/name=spillway,app.kubernetes.io/component=agent"])?;
@@ -185,7 +185,7 @@ fn image(kubectl: &Kubectl) -> Result<String> {
     })
 }
 
-/// The answers that each pod got, or why it got none, by the pod's name.
+/// The answers to each pod, or why there are none, by the pod's name.
 type Answers = BTreeMap<String, Result<Vec<Asked>, String>>;
 
 /// Starts the pods and waits for their answers.
@@ -217,7 +217,7 @@ fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, progre
     Ok(pods.iter().filter_map(|pod| Some((pod["metadata"]["name"].as_str()?.to_owned(), told(kubectl, pod)))).collect())
 }
 
-/// Starts a pod. A new namespace's service account may appear a moment later.
+/// Starts a pod. Retries while a new namespace has no service account yet.
 fn start(kubectl: &Kubectl, pod: &Value, end: Instant) -> Result<(), KubectlError> {
     loop {
         match kubectl.apply(pod) {
@@ -242,7 +242,7 @@ fn told(kubectl: &Kubectl, pod: &Value) -> Result<Vec<Asked>, String> {
     serde_json::from_str(&log).map_err(|error| format!("the pod's answer cannot be parsed: {error}: {log:?}"))
 }
 
-/// Why a pod has no result: its container's state, or its own.
+/// Returns why a pod has no result: the state of its container, or the pod's own.
 fn unfinished(pod: &Value) -> String {
     let state = &pod["status"]["containerStatuses"][0]["state"];
     let parts = ["waiting", "terminated"].map(|state_name| &state[state_name]);
@@ -254,7 +254,7 @@ fn unfinished(pod: &Value) -> String {
     format!("the pod is {phase}: {why}")
 }
 
-/// The namespace that a pod needs, if it is a new one.
+/// Returns the namespace of a trial's pod if it must be created.
 fn namespace(trial: &Trial) -> Option<Value> {
     let Home::New(name, labels) = &trial.home else { return None };
     let mut labels = labels.clone();
@@ -262,7 +262,7 @@ fn namespace(trial: &Trial) -> Option<Value> {
     Some(json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}))
 }
 
-/// The pod of a trial, which the strictest of Kubernetes' security standards admits.
+/// Returns the pod of a trial. The strictest of Kubernetes' Pod Security Standards (`restricted`) admits it.
 fn pod(trial: &Trial, image: &str, timeout: Duration) -> Value {
     let mut labels = trial.labels.clone();
     labels.insert(LABEL.to_owned(), String::new());
@@ -296,7 +296,7 @@ fn pod(trial: &Trial, image: &str, timeout: Duration) -> Value {
     })
 }
 
-/// A node selector as a pod's affinity; null if it selects every node.
+/// Converts a node selector to a pod's affinity; null if it selects every node.
 fn affinity(nodes: &Selector) -> Value {
     if nodes.is_everything() {
         return Value::Null;
@@ -312,7 +312,7 @@ fn affinity(nodes: &Selector) -> Value {
     json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}})
 }
 
-/// Removes everything that has the test's label: namespaces with their contents, and pods in other namespaces.
+/// Removes all objects with the test's label: pods in all namespaces, then namespaces with their contents.
 fn clean(kubectl: &Kubectl) -> Result<(), KubectlError> {
     let delete = ["delete", "--ignore-not-found", "--wait=true"];
     for pod in items(kubectl.json(&["get", "pods", "-A", "-l", LABEL])?) {
@@ -322,7 +322,7 @@ fn clean(kubectl: &Kubectl) -> Result<(), KubectlError> {
     kubectl.text(&[&delete[..], &["namespaces", "-l", LABEL]].concat()).map(drop)
 }
 
-/// Runs `clean` when Ctrl-C is pressed, and ends the process.
+/// On Ctrl-C, runs `clean` and ends the process.
 fn on_interrupt(clean: impl FnOnce() + Send + 'static) -> Result<thread::JoinHandle<()>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     Ok(thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! Runs `kubectl`, which knows the cluster and how its user logs in.
+//! Runs `kubectl`, which knows the cluster and the user's credentials.
 
 use serde_json::Value;
 use std::{
@@ -10,57 +10,57 @@ use std::{
 };
 use thiserror::Error;
 
-/// How long an answer of the API server may take.
+/// The timeout of a request to the API server.
 const TIMEOUT: &str = "--request-timeout=30s";
 
-/// Why `kubectl` has no answer.
+/// Why `kubectl` gave no answer.
 #[derive(Debug, Error)]
 pub enum KubectlError {
-    /// It does not start.
+    /// It cannot be started.
     #[error("kubectl cannot be started: {0}: install it, or add its directory to PATH")]
     NotStarted(#[from] io::Error),
     /// It failed.
     #[error("kubectl {0}: {1}")]
     Failed(String, String),
-    /// What it printed is no text.
+    /// Its output is not UTF-8.
     #[error("kubectl printed no text: {0}")]
     NoText(#[from] FromUtf8Error),
-    /// What it printed is not what was requested.
+    /// Its output is not the expected JSON.
     #[error("kubectl printed no JSON: {0}")]
     NoJson(#[from] serde_json::Error),
 }
 
-/// How `kubectl` reaches the cluster, and where Spillway is in it.
+/// The settings with which `kubectl` reaches the cluster and Spillway.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Kubectl {
-    /// Its option `--context`.
+    /// The option `--context`.
     pub context: Option<String>,
-    /// Its option `--kubeconfig`.
+    /// The option `--kubeconfig`.
     pub kubeconfig: Option<PathBuf>,
     /// The namespace of Spillway's pods.
     pub namespace: String,
 }
 
 impl Kubectl {
-    /// Returns what it prints.
+    /// Runs `kubectl` and returns its output.
     pub fn text<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<String, KubectlError> {
         let mut command = self.command();
         result(command.arg(TIMEOUT).args(["--namespace", &self.namespace]).args(arguments).output()?, arguments)
     }
 
-    /// Starts it with this command line. What it prints can be read while it runs.
+    /// Starts `kubectl` with this command line. Its output can be read while it runs.
     pub fn stream<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<Child, KubectlError> {
         let mut command = self.command();
         command.args(["--namespace", &self.namespace]).args(arguments);
         Ok(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?)
     }
 
-    /// Runs it in place of this process: it shares its terminal and is stopped with it.
+    /// Runs `kubectl` in the foreground: its output goes to this process's terminal, and Ctrl-C stops both.
     pub fn attached<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<ExitStatus, KubectlError> {
         Ok(self.command().args(["--namespace", &self.namespace]).args(arguments).stdin(Stdio::null()).status()?)
     }
 
-    /// Applies an object that names its namespace, if it has one.
+    /// Applies an object. A namespaced object must name its namespace.
     pub fn apply(&self, object: &Value) -> Result<(), KubectlError> {
         const ARGUMENTS: [&str; 3] = ["apply", "-f", "-"];
         let mut command = self.command();
@@ -85,18 +85,18 @@ impl Kubectl {
         command
     }
 
-    /// Returns what it prints, as JSON.
+    /// Runs `kubectl` and parses its output as JSON.
     pub fn json(&self, arguments: &[&str]) -> Result<Value, KubectlError> {
         Ok(serde_json::from_str(&self.text(&[arguments, &["-o", "json"]].concat())?)?)
     }
 
-    /// The pods of one of Spillway's components: name and node.
+    /// Returns the pods of one of Spillway's components.
     pub fn pods(&self, component: &str) -> Result<Vec<Pod>, KubectlError> {
         let selector = format!("{SELECTOR},app.kubernetes.io/component={component}");
         Ok(pods(&self.json(&["get", "pods", "-l", &selector])?))
     }
 
-    /// The node that a pod runs on. The pod is `NAMESPACE/NAME` or an address.
+    /// Returns the node of a pod, which is given as `NAMESPACE/NAME` or as an address.
     pub fn node_of(&self, pod: &str) -> Result<Option<String>, KubectlError> {
         let list = match pod.split_once('/') {
             Some((namespace, name)) => {
@@ -118,10 +118,10 @@ fn result<S: AsRef<OsStr>>(output: Output, arguments: &[S]) -> Result<String, Ku
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// What selects Spillway's own objects.
+/// The label selector of Spillway's own objects.
 pub const SELECTOR: &str = "app.kubernetes.io/name=spillway";
 
-/// A pod that has a node.
+/// A pod that has a node assigned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pod {
     /// Its name.
@@ -130,7 +130,7 @@ pub struct Pod {
     pub node: String,
 }
 
-/// The pods of a list that have a node, by node.
+/// Returns the pods of a list that have a node, sorted by node.
 fn pods(list: &Value) -> Vec<Pod> {
     let text = |value: &Value| value.as_str().map(str::to_owned);
     let one = |pod: &Value| Some(Pod { name: text(&pod["metadata"]["name"])?, node: text(&pod["spec"]["nodeName"])? });

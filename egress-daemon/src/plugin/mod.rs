@@ -1,7 +1,7 @@
-//! `kubectl spillway`: what `egressctl` reports of one node, for all nodes of a cluster, from wherever `kubectl` works.
+//! `kubectl spillway`: the reports of `egressctl` for all nodes of a cluster, from any machine with a working `kubectl`.
 //!
-//! It is `egressctl` under another name, in the form of kubectl's plugins: a file `kubectl-spillway` in PATH. It runs `kubectl`, and
-//! only needs the right to `get` Spillway's objects and pods, and to `create` `pods/exec` in Spillway's namespace.
+//! It is `egressctl` under the name of a kubectl plugin: a file `kubectl-spillway` in PATH. It runs `kubectl`, and needs only the rights to
+//! `get` Spillway's objects and pods, and to `create` `pods/exec` in Spillway's namespace.
 
 mod connectivity;
 mod kubectl;
@@ -30,13 +30,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The name under which `egressctl` is this plugin.
+/// The program name with which `egressctl` acts as this plugin.
 const NAME: &str = "kubectl-spillway";
-/// Where `egressctl` is in the image.
+/// The path of `egressctl` in the image.
 const EGRESSCTL: &str = "/usr/bin/egressctl";
-/// How many nodes are queried at once.
+/// The number of nodes that are queried concurrently.
 const AT_ONCE: usize = 16;
-/// How often `status --wait` checks.
+/// The interval of the checks of `status --wait`.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Inspect Spillway on all nodes of a cluster
@@ -64,7 +64,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Whether agents and controllers run, and policies are in force
+    /// Show whether agents and controllers run and policies are in force
     ///
     /// The exit code is 0 if all are ready, and 1 otherwise.
     Status(StatusArgs),
@@ -73,9 +73,9 @@ enum Command {
     Connectivity(ConnectivityCommand),
     /// Serve a page that shows current flows on all nodes, from pods through egress IPs and gateways to destinations
     ///
-    /// Runs until Ctrl-C. Read-only; anybody who can reach the address may see it.
+    /// Runs until Ctrl-C. Read-only; anyone who can reach the address can see the page.
     Serve {
-        /// Where to listen
+        /// The address to listen on
         #[arg(long, value_name = "ADDR:PORT", default_value_t = crate::serve::LISTEN)]
         listen: SocketAddr,
     },
@@ -83,7 +83,7 @@ enum Command {
     ///
     /// It contains no Secret and no pod's specification. It contains names and addresses of pods and nodes: inspect it before you share it.
     Sysdump(SysdumpArgs),
-    /// A command of egressctl, on every node
+    /// Run a command of egressctl on every node
     #[command(external_subcommand)]
     OnNodes(Vec<OsString>),
 }
@@ -93,27 +93,27 @@ struct StatusArgs {
     /// Wait until everything is ready
     #[arg(long)]
     wait: bool,
-    /// For how many seconds
+    /// The maximum number of seconds to wait
     #[arg(long, value_name = "SECONDS", default_value = "300")]
     timeout: u64,
-    /// How the result is printed
+    /// The output format
     #[arg(short, long, value_enum, default_value_t, value_name = "FORMAT")]
     output: Output,
 }
 
 #[derive(Debug, Subcommand)]
 enum ConnectivityCommand {
-    /// Start a pod for each policy, and compare what a server sees of it with what the policy promises
+    /// Start a pod for each policy, and compare the source addresses that a server sees with the policy's promise
     ///
-    /// The server is a machine outside the cluster that runs: egressctl connectivity serve. Starts a pod for each policy that the policy
-    /// selects, in a namespace of its own if the policy allows it, and a pod that no policy selects. Removes all of them afterwards.
+    /// The server is a machine outside the cluster that runs: egressctl connectivity serve. Starts one selected pod for each policy, in a
+    /// new namespace if the policy allows it, and a pod that no policy selects. Removes all of them afterwards.
     /// Needs the right to create and delete pods and namespaces. The exit code is 1 if a promise was broken.
     Test(ConnectivityArgs),
 }
 
 #[derive(Args, Debug)]
 struct ConnectivityArgs {
-    /// A server outside: 203.0.113.7:8474 or [2001:db8::7]:8474; one of each family, if you have both
+    /// A server outside the cluster: 203.0.113.7:8474 or [2001:db8::7]:8474; name one of each address family that you use
     #[arg(long = "server", value_name = "ADDR:PORT")]
     servers: Vec<SocketAddr>,
     /// Test only this policy: its name, or NAMESPACE/NAME
@@ -122,34 +122,34 @@ struct ConnectivityArgs {
     /// The image of the pods [default: the agents']
     #[arg(long, value_name = "IMAGE")]
     image: Option<String>,
-    /// How many seconds pods have to start and query
+    /// The number of seconds in which pods must start and query
     #[arg(long, value_name = "SECONDS", default_value = "180", value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
-    /// How the result is printed
+    /// The output format
     #[arg(short, long, value_enum, default_value_t, value_name = "FORMAT")]
     output: Output,
 }
 
 #[derive(Args, Debug)]
 struct SysdumpArgs {
-    /// The archive
+    /// The archive to write
     #[arg(short, long, value_name = "FILE", default_value = "spillway-sysdump.tar.gz")]
     file: PathBuf,
 }
 
-/// Whether the program was started as the plugin.
+/// Returns whether the program was started as the plugin.
 pub fn is_asked(program: Option<OsString>) -> bool {
     program.is_some_and(|program| Path::new(&program).file_stem().is_some_and(|name| name == NAME))
 }
 
-/// How `egressctl` interprets a command.
+/// A command as `egressctl` has parsed it.
 #[derive(Clone, Debug)]
 pub enum Understood {
     /// A query for nodes.
     OnNodes {
-        /// The pod that it is about.
+        /// The pod that the query names.
         pod: Option<String>,
-        /// How its result is printed.
+        /// The output format.
         output: Output,
     },
     /// A live trace of a pod's packets on its node.
@@ -157,21 +157,21 @@ pub enum Understood {
         /// The pod.
         pod: String,
     },
-    /// What would change in the cluster. The cluster and its context are the plugin's own.
+    /// A preview of changes in the cluster, whose kubeconfig and context are the plugin's own.
     Diff {
-        /// What is compared.
+        /// The objects to compare.
         options: DiffOptions,
-        /// How it is printed.
+        /// The output format.
         output: Output,
     },
 }
 
-/// Why the plugin has no answer.
+/// A failure of the plugin.
 #[derive(Debug)]
 pub struct Failure {
-    /// What went wrong.
+    /// The error.
     pub error: anyhow::Error,
-    /// The process's exit code.
+    /// The exit code of the process.
     pub code: ExitCode,
 }
 
@@ -181,8 +181,8 @@ impl Failure {
     }
 }
 
-/// Runs the plugin with the process's arguments. `understand` is `egressctl`'s own parser of a command; an error if there is no
-/// such command.
+/// Runs the plugin with the process's arguments. `understand` is `egressctl`'s own parser, which fails if there is no such
+/// command.
 pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<ExitCode, Failure> {
     let Cli { command, context, kubeconfig, namespace, node } = Cli::parse();
     let kubectl = Kubectl { context, kubeconfig, namespace };
@@ -203,7 +203,7 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
     done.map_err(Failure::new)
 }
 
-/// What `egressctl` does not understand. The exit code 1 of `diff` says that something would change.
+/// Returns the failure of a command that `egressctl` cannot parse. Exit code 1 of `diff` would mean that something changes.
 fn misunderstood(error: anyhow::Error, words: &[OsString]) -> Failure {
     match words.first() {
         Some(first) if first == "diff" => Failure { error, code: ExitCode::from(UNKNOWN) },
@@ -225,7 +225,7 @@ fn connectivity(kubectl: &Kubectl, args: ConnectivityArgs) -> Result<ExitCode> {
     Ok(if view.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Compares with the cluster, and with the flows of its nodes.
+/// Previews changes to the cluster, including their effect on the flows of its nodes.
 fn differences(kubectl: &Kubectl, node: Option<String>, mut options: DiffOptions, output: Output) -> Result<ExitCode> {
     if options.manifests.is_some() || options.kubeconfig.is_some() {
         bail!(
@@ -260,10 +260,10 @@ fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
             show(&print(&status?, args.output)?)?;
             return Ok(if ready { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
-        // The API server may not serve the CRDs yet, or may restart; or the user has to do something, which only the error says.
+        // The API server may restart or not serve the CRDs yet. Show the error, because it may be one that only the user can fix.
         if let Err(error) = status {
             let text = error.to_string();
-            // The lines before the last are kubectl's log, with the time.
+            // Compare only the last line, because the lines before it are kubectl's log with times.
             if told.insert(text.lines().last().unwrap_or_default().to_owned()) {
                 eprintln!("kubectl spillway: still waiting: {text}");
             }
@@ -272,7 +272,7 @@ fn status(kubectl: &Kubectl, args: &StatusArgs) -> Result<ExitCode> {
     }
 }
 
-/// Queries the nodes, and prints each answer. The exit code is 1 if one did not answer.
+/// Queries the nodes and prints their answers. The exit code is 1 if a node did not answer.
 fn on_nodes(
     kubectl: &Kubectl,
     node: Option<String>,
@@ -302,7 +302,7 @@ fn follow(kubectl: &Kubectl, node: Option<String>, pod: &str, words: &[OsString]
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The agents' pods: of one node, or of all.
+/// Returns the agents' pods of one node or of all nodes. Fails if there are none.
 fn agents(kubectl: &Kubectl, node: Option<String>) -> Result<Vec<Pod>> {
     let mut pods = kubectl.pods("agent")?;
     pods.retain(|pod| node.as_ref().is_none_or(|node| pod.node == *node));
@@ -313,8 +313,8 @@ fn agents(kubectl: &Kubectl, node: Option<String>) -> Result<Vec<Pod>> {
     Ok(pods)
 }
 
-/// The output of `egressctl` next to these agents, with the nodes' names, and how many did not answer. Those are named on
-/// stderr.
+/// Runs `egressctl` on the nodes of these agents. Returns the nodes' names and outputs, and the number of nodes that did not
+/// answer, whose errors go to stderr.
 fn ask(kubectl: &Kubectl, pods: &[Pod], words: &[OsString]) -> (Vec<(String, String)>, usize) {
     let mut answers = Vec::new();
     for some in pods.chunks(AT_ONCE) {
@@ -338,13 +338,13 @@ fn ask(kubectl: &Kubectl, pods: &[Pod], words: &[OsString]) -> (Vec<(String, Str
     (told, failed)
 }
 
-/// The output of `egressctl` on a pod's node.
+/// Returns the output of `egressctl` in an agent's pod.
 fn egressctl_on(kubectl: &Kubectl, pod: &Pod, words: &[OsString]) -> Result<String, KubectlError> {
     let exec = ["exec", &pod.name, "-c", "agent", "--", EGRESSCTL].map(OsString::from);
     kubectl.text(&[&exec, words].concat())
 }
 
-/// The combined answers of nodes: tables below the nodes' names, one JSON array, or one YAML document for each.
+/// Combines the answers of nodes: tables below the nodes' names, one JSON array, or a YAML document for each node.
 fn together(output: Output, answers: &[(String, String)]) -> Result<String> {
     let gap = |n: usize| if n == 0 { "" } else { "\n" };
     Ok(match output {

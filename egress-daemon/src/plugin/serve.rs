@@ -1,4 +1,4 @@
-//! `kubectl spillway serve`: the page of `egressctl serve`, of all nodes.
+//! `kubectl spillway serve`: the page of `egressctl serve` for all nodes.
 
 use super::{EGRESSCTL, Kubectl, Pod, agents, egressctl_on};
 use crate::serve::{self, Click, Feed, INTERVAL, PATHS};
@@ -13,15 +13,15 @@ use std::{
     time::Duration,
 };
 
-/// How often new nodes and replaced agents are looked for.
+/// The interval of the search for new nodes and replaced agents.
 const LOOK: Duration = Duration::from_secs(5);
-/// How many samples an agent is asked for at once: more than anybody watches.
+/// The number of samples to request from an agent. No viewer watches for that long.
 const TIMES: &str = "1000000";
 
-/// Serves the page; `node`: only of this one. Blocks.
+/// Serves the page of all nodes, or only of `node`. Blocks.
 pub(super) fn run(listen: SocketAddr, kubectl: Kubectl, node: Option<String>) -> Result<()> {
     let feed = Feed::default();
-    // Missing permissions are reported at once.
+    // Fail immediately if permissions are missing.
     agents(&kubectl, node.clone())?;
     let (watching, of, at) = (feed.clone(), node.clone(), kubectl.clone());
     thread::Builder::new().name("nodes".into()).spawn(move || watch(&at, of.as_ref(), &watching))?;
@@ -33,11 +33,11 @@ pub(super) fn run(listen: SocketAddr, kubectl: Kubectl, node: Option<String>) ->
     serve::serve(listen, &feed, Arc::new(explain))
 }
 
-/// Reads from each agent, as agents come and go.
+/// Reads the flows of each agent, as agents come and go.
 fn watch(kubectl: &Kubectl, node: Option<&String>, feed: &Feed) {
     let heard: Arc<Mutex<BTreeSet<String>>> = Arc::default();
     loop {
-        // If the API server is briefly unreachable, what is shown stays.
+        // If the API server is briefly unreachable, the nodes stay on the page.
         for pod in agents(kubectl, node.cloned()).unwrap_or_default() {
             let is_new = heard.lock().unwrap_or_else(PoisonError::into_inner).insert(pod.name.clone());
             if is_new {
@@ -53,7 +53,7 @@ fn watch(kubectl: &Kubectl, node: Option<&String>, feed: &Feed) {
     }
 }
 
-/// Reads the output of `egressctl top` next to an agent, until it ends.
+/// Reads the output of `egressctl top` in an agent's pod until it ends.
 fn listen_to(kubectl: &Kubectl, pod: &Pod, feed: &Feed) {
     let (limit, interval) = (PATHS.to_string(), INTERVAL.as_secs().to_string());
     let exec = ["exec", &pod.name, "-c", "agent", "--", EGRESSCTL];

@@ -1,19 +1,19 @@
-//! Whether Spillway works as configured in a cluster: its workloads, and its objects' conditions. Pure.
+//! Judges whether Spillway works as configured in a cluster, by its workloads and its objects' conditions. Pure.
 
 use crate::ctl::print::{Printable, Row, table};
 use serde::Serialize;
 use serde_json::Value;
 
-/// One thing that is ready or not.
+/// A workload or an object, and whether it is ready.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Part {
     /// Its kind.
     pub kind: String,
-    /// `NAMESPACE/NAME`, or the name if there is no namespace.
+    /// Its `NAMESPACE/NAME`, or its name if it has no namespace.
     pub name: String,
     /// Whether it is ready.
     pub ready: bool,
-    /// Why not; or other remarks.
+    /// Why it is not ready, or a remark.
     pub message: String,
 }
 
@@ -60,7 +60,7 @@ fn name(object: &Value) -> String {
     of("namespace").map_or_else(|| name.to_owned(), |namespace| format!("{namespace}/{name}"))
 }
 
-/// A DaemonSet or a Deployment: ready if all its pods are ready and of the present version.
+/// Judges a DaemonSet or a Deployment. It is ready if all its pods are ready and run the current version.
 fn workload(object: &Value) -> Option<Part> {
     let (spec, status) = (&object["spec"], &object["status"]);
     let number = |value: &Value| value.as_u64().unwrap_or(0);
@@ -79,8 +79,8 @@ fn workload(object: &Value) -> Option<Part> {
     })
 }
 
-/// An object of Spillway: ready if its condition Ready is true for its present generation. An object without it is shown only if it
-/// should have it.
+/// Judges an object of Spillway. It is ready if its condition Ready is true for its current generation. Omits an object without this
+/// condition unless it is a policy.
 fn object(object: &Value) -> Option<Part> {
     let kind = object["kind"].as_str()?;
     let conditions = object["status"]["conditions"].as_array().cloned().unwrap_or_default();

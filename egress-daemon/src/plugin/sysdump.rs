@@ -1,4 +1,4 @@
-//! One archive with everything that a support request needs.
+//! Writes an archive with all information for a support request.
 
 use super::{
     egressctl_on,
@@ -12,10 +12,10 @@ use std::{
 };
 use thiserror::Error;
 
-/// The last lines of each log.
+/// The option that limits each log to its last lines.
 const LINES: &str = "--tail=20000";
 
-/// What is requested from the API server. It includes no pod's or Secret's specification.
+/// The requests to the API server. They include no Secret and no pod's specification.
 const OBJECTS: [(&str, &[&str]); 7] = [
     ("version.yaml", &["version", "-o", "yaml"]),
     ("objects.yaml", &["get", "spillway", "-A", "-o", "yaml"]),
@@ -26,10 +26,10 @@ const OBJECTS: [(&str, &[&str]); 7] = [
     ("config.yaml", &["get", "configmaps", "-l", SELECTOR, "-o", "yaml"]),
 ];
 
-/// What is requested from each node.
+/// The commands of `egressctl` that are run on each node.
 const OF_NODE: [&str; 7] = ["state", "stats", "policies", "gateways", "ips", "endpoints", "blocks"];
 
-/// Why there is no archive.
+/// Why the archive cannot be written.
 #[derive(Debug, Error)]
 pub enum SysdumpError {
     /// A file cannot be written.
@@ -37,7 +37,7 @@ pub enum SysdumpError {
     Write {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The reason.
         error: io::Error,
     },
     /// `tar` failed.
@@ -48,12 +48,12 @@ pub enum SysdumpError {
         /// The error of `tar`.
         error: String,
     },
-    /// Nothing can be requested.
+    /// The pods of Spillway cannot be listed.
     #[error(transparent)]
     Kubectl(#[from] KubectlError),
 }
 
-/// A directory that is removed with it.
+/// A temporary directory, which is removed when this value is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -64,7 +64,7 @@ impl Folder {
         Ok(Self(path))
     }
 
-    /// Writes an answer, or why there is none.
+    /// Writes an answer, or the error to a file `NAME.error`. Returns whether there was an answer.
     fn note(&self, name: &str, answer: Result<String, KubectlError>) -> Result<bool, SysdumpError> {
         let (name, text, found) = match answer {
             Ok(text) => (name.to_owned(), text, true),
@@ -79,12 +79,12 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // Leftovers in the directory for temporary files do no harm.
+        // Leftovers in the directory for temporary files are harmless.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Writes the archive, a `.tar.gz`. Returns how many answers are in it, and how many are missing.
+/// Writes the archive, a `.tar.gz`. Returns the numbers of answers in it and of missing answers.
 pub fn write(kubectl: &Kubectl, file: &Path, progress: impl Fn(&str)) -> Result<(usize, usize), SysdumpError> {
     let folder = Folder::new()?;
     let mut found = Vec::new();
@@ -114,7 +114,7 @@ pub fn write(kubectl: &Kubectl, file: &Path, progress: impl Fn(&str)) -> Result<
     Ok((found.len() - missing, missing))
 }
 
-/// The logs of a pod. Only a restarted one has an earlier log.
+/// Writes the logs of a pod. Only a restarted container has a previous log.
 fn logs(kubectl: &Kubectl, folder: &Folder, pod: &Pod) -> Result<bool, SysdumpError> {
     if let Ok(earlier) = kubectl.text(&["logs", &pod.name, LINES, "--previous"]) {
         folder.note(&format!("logs/{}.previous.log", pod.name), Ok(earlier))?;

@@ -1,7 +1,7 @@
-//! The same page at the controller's port, of all nodes: from namespaces through egress IPs and gateways.
+//! The same page of all nodes at the controller's port: from namespaces through egress IPs and gateways.
 //!
-//! The controller knows only objects. While somebody watches, it reads the agents' metrics, which show flows but not their pods and
-//! destinations: the page shows nothing that those who reach the port could not read in the metrics.
+//! The controller knows only objects. While the page has viewers, it reads the agents' metrics, which show flows but not their pods and
+//! destinations. So the page shows nothing that a client of this port could not read in the metrics.
 
 use super::{Click, Feed, INTERVAL, PATHS, routes};
 use crate::store::{Key, Store};
@@ -23,16 +23,16 @@ use std::{
 };
 use tokio::time::{sleep, timeout};
 
-/// How many agents are queried at once, and how long each may take.
+/// The number of agents that are queried concurrently, and the timeout of each query.
 const AT_ONCE: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The most that is read of an agent's metrics: 2,048 accounts have about 2 MiB.
+/// The maximum size of an agent's metrics, in bytes. Those of 2,048 accounts have about 2 MiB.
 const LARGEST: usize = 16 << 20;
 
-/// How many paths of all nodes together are shown, if there are many nodes: each viewer has a copy of them.
+/// The maximum number of paths of all nodes together. It is limited because each viewer has a copy of them.
 const ALL_PATHS: usize = 20_000;
 
-/// The page. Agents have their metrics at `port`. A task reads them while somebody watches, until the page is dropped.
+/// Returns the page's routes. Agents serve their metrics at `port`. A task reads them while there are viewers, until the page is dropped.
 pub fn page(store: Store, port: u16) -> Router {
     let feed = Feed::default();
     let told = feed.0.subscribe();
@@ -41,12 +41,12 @@ pub fn page(store: Store, port: u16) -> Router {
     tokio::spawn(async move {
         let client = Client::builder(TokioExecutor::new()).build_http();
         let mut nodes = BTreeMap::new();
-        // The router has one receiver, and each viewer another.
+        // The router has one receiver, and each viewer has another.
         while feed.0.receiver_count() > 0 {
             if feed.0.receiver_count() > 1 {
                 look(&client, &store, port, &feed, &mut nodes).await;
             } else {
-                // The next viewer sees no stale data.
+                // Forget all nodes, so that the next viewer sees no stale data.
                 std::mem::take(&mut nodes).keys().for_each(|name| feed.forget(name));
             }
             sleep(INTERVAL).await;
@@ -58,7 +58,7 @@ pub fn page(store: Store, port: u16) -> Router {
 /// The client for agents, with persistent connections.
 type Http = Client<HttpConnector, Body>;
 
-/// An agent's last metrics, and when they were read.
+/// The time of an agent's last query, and its metrics.
 type Before = (Instant, Metrics);
 
 /// Queries all agents.
@@ -93,7 +93,7 @@ async fn look(client: &Http, store: &Store, port: u16, feed: &Feed, before: &mut
     }
 }
 
-/// The nodes, with the addresses of their agents.
+/// Returns the nodes with the addresses of their agents.
 fn addresses(nodes: &[Arc<Node>]) -> BTreeMap<String, IpAddr> {
     let internal = |node: &Node| {
         let addresses = node.status.as_ref()?.addresses.as_ref()?;
@@ -102,7 +102,7 @@ fn addresses(nodes: &[Arc<Node>]) -> BTreeMap<String, IpAddr> {
     nodes.iter().filter_map(|node| Some((node.metadata.name.clone()?, internal(node)?))).collect()
 }
 
-/// The node that carries each egress IP.
+/// Returns the node that carries each egress IP.
 fn carriers(ips: &[Arc<EgressIP>]) -> BTreeMap<String, String> {
     ips.iter().filter_map(|ip| Some((ip.spec.address.clone(), ip.status.as_ref()?.node.clone()?))).collect()
 }
@@ -119,7 +119,7 @@ async fn metrics(client: &Http, at: SocketAddr) -> Result<Metrics> {
 /// Policy, namespace and egress IP.
 type Account = (String, String, String);
 
-/// What the page needs of an agent's metrics.
+/// The metrics of an agent that the page needs.
 #[derive(Debug, Default, PartialEq)]
 struct Metrics {
     flows: BTreeMap<Account, f64>,
@@ -129,7 +129,7 @@ struct Metrics {
 }
 
 impl Metrics {
-    /// Parses the text format. What cannot be parsed is left out.
+    /// Parses the text format. Ignores lines that cannot be parsed.
     fn read(text: &str) -> Self {
         let mut all = Self::default();
         for (name, labels, value) in text.lines().filter_map(sample) {
@@ -158,7 +158,7 @@ impl Metrics {
 /// Name, labels and value.
 type Sample<'a> = (&'a str, Vec<(&'a str, &'a str)>, f64);
 
-/// One line. Our names contain neither quotes nor commas.
+/// Parses one line. Spillway's label values contain neither quotes nor commas.
 fn sample(line: &str) -> Option<Sample<'_>> {
     let (name, rest) = line.split_once('{')?;
     let (labels, value) = rest.rsplit_once('}')?;
@@ -166,8 +166,8 @@ fn sample(line: &str) -> Option<Sample<'_>> {
     Some((name, labels.collect(), value.trim().parse().ok()?))
 }
 
-/// What one node shows, at `most` the busiest paths: as `egressctl top --by path -o json`, with namespaces for pods, and packets for active
-/// flows.
+/// Returns the view of one node in the form of `egressctl top --by path -o json`, with namespaces instead of pods and packets instead of
+/// active flows. It has at most the `most` busiest paths.
 fn view(
     node: &str,
     old: &Metrics,
@@ -177,7 +177,7 @@ fn view(
     most: usize,
 ) -> Value {
     let seconds = seconds.max(0.1);
-    // An agent's counters start anew with its maps.
+    // An agent's counters restart from zero with its maps.
     let rate = |old: Option<&f64>, now: Option<&f64>| {
         (now.copied().unwrap_or(0.0) - old.copied().unwrap_or(0.0)).max(0.0) / seconds
     };
@@ -213,7 +213,7 @@ fn view(
     })
 }
 
-/// What the objects say about what was clicked, without the conditions' messages, which name pods.
+/// Explains a path by its objects, without the messages of conditions, because these name pods.
 fn explain(store: &Store, click: &Click) -> Result<String> {
     let (Some(policy), Some(address)) = (&click.policy, &click.egress_ip) else { bail!("no policy is named") };
     let conditions = match policy.split_once('/') {
@@ -278,7 +278,7 @@ spillway_build_info{version="0.1.0"} 1.0
                 }],
             })
         );
-        // A node that starts anew has no negative rates.
+        // Counters that restart from zero cause no negative rates.
         let view = super::view("n1", &now, &Metrics::default(), 2.0, &BTreeMap::new(), PATHS);
         assert_eq!(view["items"], json!([]));
         let view = super::view("n1", &Metrics::default(), &now, 2.0, &BTreeMap::new(), 0);

@@ -1,8 +1,8 @@
 //! `egressctl serve`: a page that shows current flows, from pods through egress IPs and gateways to destinations.
 //!
-//! One static page, fed by server-sent events. It changes nothing, and is meant for local users: it listens on the loopback interface by
-//! default, and answers only requests for an address or `localhost`, so that no site that a browser visits can read it under its own name
-//! (DNS rebinding).
+//! One static page, fed by server-sent events. It changes nothing and is meant for local users. By default it listens on the loopback
+//! interface. It answers only requests whose `Host` is an address or `localhost`, so that no web site can read it under the site's own
+//! name (DNS rebinding).
 
 pub mod cluster;
 
@@ -40,18 +40,18 @@ use tokio::{
 };
 
 const PAGE: &str = include_str!("page.html");
-/// The page needs nothing from anywhere else, and nobody may frame it.
+/// The page loads nothing from other origins, and must not be framed.
 const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'";
 /// The default address of the page.
 pub const LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8475);
-/// How many paths of a node are shown.
+/// The maximum number of paths of one node.
 pub const PATHS: usize = 200;
-/// How many people may watch a page at once: each has a copy of what is shown.
+/// The maximum number of concurrent viewers of a page. Each has a copy of its data.
 const VIEWERS: usize = 16;
 /// The time between two samples.
 pub const INTERVAL: Duration = Duration::from_secs(2);
 
-/// The last output of the nodes, by name: `egressctl top --by path -o json` of each.
+/// The last output of `egressctl top --by path -o json` of each node, by the node's name.
 #[derive(Clone, Debug)]
 pub struct Feed(watch::Sender<BTreeMap<String, Value>>);
 
@@ -62,8 +62,8 @@ impl Default for Feed {
 }
 
 impl Feed {
-    /// Takes a line of `egressctl top -o json`; `node` is its name unless the line has one. Anything but JSON is
-    /// ignored.
+    /// Takes a line of `egressctl top -o json`. `node` is the node's name unless the line has one. Ignores lines that are not
+    /// JSON.
     pub fn take(&self, node: &str, line: &str) {
         let Ok(view) = serde_json::from_str::<Value>(line) else { return };
         let name = view["node"].as_str().unwrap_or(node).to_owned();
@@ -82,17 +82,17 @@ impl Feed {
 pub struct Click {
     /// The node of the pod.
     pub node: String,
-    /// `namespace/name` or an address.
+    /// The pod: `namespace/name` or an address.
     pub pod: String,
     /// The destination, as for `egressctl explain --to`.
     pub to: String,
     /// The policy, if the path has one.
     pub policy: Option<String>,
-    /// The egress IP, if it has one.
+    /// The egress IP, if the path has one.
     pub egress_ip: Option<String>,
 }
 
-/// Answers a click in sentences. It may take long.
+/// Explains a click in sentences. It may take long.
 pub type Explain = Arc<dyn Fn(&Click) -> Result<String> + Send + Sync>;
 
 /// Serves the page until the process ends, and prints its address to stderr. Blocks.
@@ -115,7 +115,7 @@ fn routes(told: Told, explain: Explain) -> Router {
     page.merge(events).merge(explained).layer(middleware::from_fn(check_host))
 }
 
-/// What the nodes told, as one viewer receives it.
+/// A viewer's receiver of the nodes' views.
 type Told = watch::Receiver<BTreeMap<String, Value>>;
 
 async fn events(State((told, viewers)): State<(Told, Arc<Semaphore>)>) -> Response {
@@ -127,7 +127,7 @@ async fn events(State((told, viewers)): State<(Told, Arc<Semaphore>)>) -> Respon
     (headers, Sse::new(changes(told, viewer)).keep_alive(KeepAlive::default())).into_response()
 }
 
-/// The present state, and then each change.
+/// Streams the current state, and then each change.
 fn changes(mut told: Told, viewer: OwnedSemaphorePermit) -> impl Stream<Item = Result<Event, Infallible>> {
     told.mark_changed();
     let next = |(mut told, viewer): (Told, OwnedSemaphorePermit)| async {
@@ -155,7 +155,7 @@ async fn check_host(request: Request, next: Next) -> Response {
     }
 }
 
-/// Whether a `Host` is an address or `localhost`, with or without a port.
+/// Returns whether a `Host` is an address or `localhost`, with or without a port.
 fn is_local_name(host: &str) -> bool {
     let name = host.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok()).map_or(host, |(name, _)| name);
     host.parse::<SocketAddr>().is_ok() || name.parse::<IpAddr>().is_ok() || name.eq_ignore_ascii_case("localhost")
@@ -172,7 +172,7 @@ pub fn serve_node(listen: SocketAddr, access: &NodeAccess) -> Result<()> {
             Ok(())
         })
     };
-    // Nothing can be shown of a node without maps: the user gets the error at once.
+    // A node without maps has nothing to show, so the user gets the error immediately.
     look(Some(1))?;
     thread::Builder::new().name("look".into()).spawn(move || {
         loop {

@@ -1,4 +1,4 @@
-//! How often this process has written objects, and with what result.
+//! Counts of this process's writes of objects, by result.
 
 use super::{Kind, StoreError, Verb};
 use std::collections::BTreeMap;
@@ -7,20 +7,20 @@ use std::sync::{Mutex, PoisonError};
 /// The result of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WriteResult {
-    /// It was done.
+    /// The write succeeded.
     Done,
-    /// Somebody else was faster: it is retried.
+    /// Another writer was faster; the write is retried.
     Conflict,
     /// This process no longer leads.
     Fenced,
     /// The object breaks rules of its kind.
     Refused,
-    /// The place where objects are stored failed.
+    /// The storage of objects failed.
     Unavailable,
 }
 
 impl WriteResult {
-    /// Its name in metrics.
+    /// Returns its name in metrics.
     pub fn name(self) -> &'static str {
         match self {
             WriteResult::Done => "done",
@@ -55,7 +55,7 @@ impl WriteCounts {
         *writes.entry((kind.name(), verb.name(), WriteResult::of(result))).or_default() += 1;
     }
 
-    /// All of them.
+    /// Returns all counts.
     pub fn all(&self) -> Writes {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

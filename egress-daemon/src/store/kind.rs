@@ -1,4 +1,4 @@
-//! The kinds that a store holds: their names on the wire, who writes them, and their Rust types.
+//! The kinds that a store holds: their names in the API, their writers, and their Rust types.
 
 use egress_objects::api::networks::{
     antrea::IPPool as AntreaIPPool,
@@ -34,23 +34,23 @@ macro_rules! kinds {
             /// Every kind, in order.
             pub const ALL: [Kind; [$(Kind::$kind),*].len()] = [$(Kind::$kind),*];
 
-            /// The kind's name, as in the field `kind`.
+            /// Returns the kind's name, as in the field `kind`.
             pub fn name(self) -> &'static str { match self { $(Kind::$kind => $name),* } }
 
-            /// The kind's group and version, as in the field `apiVersion`.
+            /// Returns the kind's group and version, as in the field `apiVersion`.
             pub fn api_version(self) -> &'static str { match self { $(Kind::$kind => $version),* } }
 
-            /// How the kind is named in the API.
+            /// Returns the kind's resource in the API.
             pub(crate) fn resource(self) -> ApiResource {
                 match self { $(Kind::$kind => ApiResource::erase::<$kind>(&())),* }
             }
 
-            /// What [`Kind::decode`] returns for every kind but Pod.
+            /// Implements [`Kind::decode`] for every kind except Pod.
             fn typed(self, value: Value) -> Result<Erased, serde_json::Error> {
                 match self { $(Kind::$kind => Ok(Arc::new(serde_json::from_value::<$kind>(value)?))),* }
             }
 
-            /// The JSON of an object of the kind; `None` if it is of another kind.
+            /// Returns the JSON of an object of the kind; `None` if it is of another kind.
             pub(crate) fn encode(self, object: &Erased) -> Option<Value> {
                 match self { $(Kind::$kind => serde_json::to_value(object.downcast_ref::<$kind>()?).ok()),* }
             }
@@ -82,60 +82,60 @@ kinds! {
 }
 
 impl Kind {
-    /// The kinds that every cluster with Spillway has.
+    /// Returns the kinds that every cluster with Spillway has.
     pub fn native() -> impl Iterator<Item = Kind> {
         Kind::ALL.into_iter().filter(|kind| !kind.is_foreign() && !kind.names_networks())
     }
 
-    /// The kinds in which CNIs name networks of pods.
+    /// Returns the kinds in which CNIs name networks of pods.
     pub fn of_networks() -> impl Iterator<Item = Kind> {
         Kind::ALL.into_iter().filter(|kind| kind.names_networks())
     }
 
-    /// Whether it is a kind of another system, which is read on request.
+    /// Returns whether the kind belongs to another system. Such a kind is read on request.
     pub fn is_foreign(self) -> bool {
         matches!(self, Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool)
     }
 
-    /// Whether it is a kind in which a CNI names networks of pods: read if the cluster has it, never required, never written.
+    /// Returns whether a CNI names networks of pods in the kind: it is read if the cluster has it, never required, and never written.
     pub fn names_networks(self) -> bool {
         use Kind::{AntreaIPPool, CalicoIPPool, CiliumNode, CiliumPodIPPool, KubeOvnSubnet};
         matches!(self, CalicoIPPool | CiliumNode | CiliumPodIPPool | AntreaIPPool | KubeOvnSubnet)
     }
 
-    /// Whether a cluster may not have it: Kubernetes has served ServiceCIDR since 1.33.
+    /// Returns whether a cluster may lack the kind. Kubernetes has served ServiceCIDR since 1.33.
     pub fn may_be_absent(self) -> bool {
         self.is_foreign() || self.names_networks() || self == Kind::ServiceCIDR
     }
 
-    /// Whether objects of this version are objects of the kind: an API server converts them to the kind's version, and so does a
-    /// directory.
+    /// Returns whether objects of this version are objects of the kind. Both an API server and a directory convert them to the kind's
+    /// version.
     pub fn reads(self, api_version: &str) -> bool {
         api_version == self.api_version() || self.has_alpha() && api_version == format!("{GROUP}/{ALPHA}")
     }
 
-    /// Whether the previous version is served, too.
+    /// Returns whether the previous version is served, too.
     fn has_alpha(self) -> bool {
         matches!(self, Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool)
     }
 
-    /// Whether objects of the kind live in a namespace.
+    /// Returns whether objects of the kind live in a namespace.
     pub fn is_namespaced(self) -> bool {
         matches!(self, Kind::Pod | Kind::Lease | Kind::EgressPolicy)
     }
 
-    /// Whether users (or Kubernetes) write the objects; Spillway writes the others.
+    /// Returns whether users (or Kubernetes) write the objects. Spillway writes the objects of the other kinds.
     pub fn is_users(self) -> bool {
         !matches!(self, Kind::EgressIP | Kind::EgressNode | Kind::Lease)
     }
 
-    /// Whether Spillway writes the status of objects that users write.
+    /// Returns whether Spillway writes the status of the users' objects of the kind.
     pub(crate) fn has_our_status(self) -> bool {
         matches!(self, Kind::EgressGatewayPolicy | Kind::EgressPolicy | Kind::EgressIPPool) || self.is_foreign()
     }
 
-    /// The resource for writing an object's status: Kubernetes 1.32 then validates the whole object, and only the previous version accepts
-    /// short forms.
+    /// Returns the resource for writing an object's status. Kubernetes 1.32 validates the whole object on such a write, and only the
+    /// previous version accepts short forms.
     pub(crate) fn resource_for_status(self, object: &Value) -> ApiResource {
         let resource = self.resource();
         let is_short = |(short, _): (&str, &str)| object["spec"].get(short).is_some_and(|said| !said.is_null());
@@ -145,7 +145,7 @@ impl Kind {
         }
     }
 
-    /// The object of `value` as the kind's Rust type.
+    /// Decodes `value` as the kind's Rust type.
     pub(crate) fn decode(self, value: Value) -> Result<Erased, serde_json::Error> {
         match self {
             Kind::Pod => Ok(Arc::new(Pod::from(serde_json::from_value::<v1::Pod>(value)?))),
@@ -153,12 +153,12 @@ impl Kind {
         }
     }
 
-    /// `value` without the fields that the kind does not have.
+    /// Returns `value` without the fields that the kind does not have.
     pub(crate) fn understood(self, value: Value) -> Result<Value, serde_json::Error> {
         match self {
-            // Only a part of it is kept.
+            // The Rust type keeps only part of a Pod.
             Kind::Pod => serde_json::to_value(serde_json::from_value::<v1::Pod>(value)?),
-            // Hardly any of its fields are known here.
+            // The Rust type has hardly any of the kind's fields.
             _ if self.names_networks() => self.decode(value.clone()).map(|_| value),
             _ => Ok(self.encode(&self.decode(value)?).unwrap_or_default()),
         }
@@ -179,7 +179,7 @@ pub trait Stored:
     const KIND: Kind;
 }
 
-/// The name of an object among those of its kind. Ordered by namespace, then name.
+/// The name of an object within its kind. Ordered by namespace, then name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     /// The namespace; empty for kinds without one.
@@ -189,23 +189,23 @@ pub struct Key {
 }
 
 impl Key {
-    /// The key of an object without a namespace.
+    /// Returns the key of an object without a namespace.
     pub fn cluster(name: &str) -> Self {
         Key { namespace: String::new(), name: name.to_owned() }
     }
 
-    /// The key of an object in a namespace.
+    /// Returns the key of an object in a namespace.
     pub fn namespaced(namespace: &str, name: &str) -> Self {
         Key { namespace: namespace.to_owned(), name: name.to_owned() }
     }
 
-    /// The key whose text this is, as [`fmt::Display`] writes it.
+    /// Parses a key from the text that [`fmt::Display`] writes.
     pub fn parse(text: &str) -> Self {
         let (namespace, name) = text.split_once('/').unwrap_or(("", text));
         Key::namespaced(namespace, name)
     }
 
-    /// The key in an object's metadata.
+    /// Returns the key in an object's metadata.
     pub fn of<T: Stored>(object: &T) -> Self {
         let meta = object.meta();
         Key { namespace: meta.namespace.clone().unwrap_or_default(), name: meta.name.clone().unwrap_or_default() }

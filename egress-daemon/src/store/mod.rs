@@ -1,6 +1,6 @@
-//! Objects in and out: one small store with a local cache that is read without waiting, and writes that compare and
-//! swap. A directory implements it (`files`), and the Kubernetes API (`kubernetes`). May know object shapes and I/O; knows
-//! nothing of plans, the kernel or the host's network.
+//! The store of objects: a local cache for reads without waiting, and compare-and-swap writes. It is implemented by a directory
+//! (`files`) and by the Kubernetes API (`kubernetes`). It may know the shape of objects and do I/O, but knows nothing of plans, the kernel
+//! or the host's network.
 
 mod counts;
 mod files;
@@ -25,51 +25,50 @@ use serde_json::Value;
 use std::sync::Arc;
 use tokio::sync::watch;
 
-/// How often [`Store::update_status`] tries.
+/// The number of attempts of [`Store::update_status`].
 const UPDATE_ATTEMPTS: usize = 8;
 
-/// What implements a store. Objects are JSON values on their way in, and `Arc`s of their kind's Rust type on their way
-/// out of the cache.
+/// The implementation of a store. Writes take objects as JSON values. Reads from the cache return `Arc`s of the kind's Rust type.
 pub(crate) trait Backend: Send + Sync {
-    /// The objects of a kind, sorted by key.
+    /// Returns the objects of a kind, sorted by key.
     fn list(&self, kind: Kind) -> Vec<Erased>;
-    /// One object.
+    /// Returns one object.
     fn get(&self, kind: Kind, key: &Key) -> Option<Erased>;
-    /// A number that changes whenever what `list` returns for the kind does.
+    /// Returns a number that changes whenever the result of `list` for the kind changes.
     fn revision(&self, kind: Kind) -> u64;
-    /// The objects of the kind that were added, removed or changed since `revision` was this number; `None` if that is
-    /// no longer known.
+    /// Returns the objects of the kind that were added, removed or changed since `revision` returned this number; `None` if they are no
+    /// longer known.
     fn changed(&self, kind: Kind, revision: u64) -> Option<Vec<Key>>;
-    /// A number that changes whenever the source itself reports objects of the kind, not by our own writes alone.
+    /// Returns a number that changes whenever the source reports objects of the kind, but not by this process's writes alone.
     fn heard(&self, kind: Kind) -> u64;
-    /// Whether `list` returns all objects of the kind, and not only those that the reader follows.
+    /// Returns whether `list` returns all objects of the kind, and not only the objects that the reader follows.
     fn is_whole(&self, kind: Kind) -> bool;
-    /// What is wrong with the source of the objects, sorted.
+    /// Returns the problems of the source of the objects, sorted.
     fn problems(&self) -> Vec<StoreProblem>;
-    /// Whether the source of the objects answered the last request.
+    /// Returns whether the source of the objects answered the last request.
     fn is_connected(&self) -> bool;
-    /// Its value changes after each change of what `list`, `problems` or `is_connected` return.
+    /// Returns a receiver whose value changes after each change to the results of `list`, `problems` or `is_connected`.
     fn changes(&self) -> watch::Receiver<u64>;
-    /// Waits until `list` shows everything that Spillway's processes wrote before the call.
+    /// Waits until `list` shows all writes of Spillway's processes before the call.
     fn refresh(&self) -> BoxFuture<'static, ()>;
-    /// Whether the source has an object, which `get` may not show yet. Afterwards it does.
+    /// Returns whether the source has an object, even if `get` does not show it yet. Afterwards, `get` shows it.
     fn has(&self, target: ObjectRef) -> BoxFuture<'static, bool>;
-    /// Writes, and returns the resulting object. When it returns, `list` shows the write.
+    /// Writes an object, and returns the result. By then, `list` shows the write.
     fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>>;
-    /// Notes what happened to an object for users, if there is a place for it. Does not wait.
+    /// Notes an event about an object for users, if the backend has a place for it. Does not wait.
     fn note(&self, note: Note);
 }
 
-/// What happened to an object, for users.
+/// An event about an object, for users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
     /// The object.
     pub about: ObjectRef,
-    /// Whether somebody should look at it.
+    /// Whether a user should look at it.
     pub warning: bool,
-    /// What happened, in one word.
+    /// The event, in one word.
     pub reason: &'static str,
-    /// What happened, in a sentence.
+    /// The event, in a sentence.
     pub message: String,
 }
 
@@ -82,7 +81,7 @@ pub(crate) struct Write {
     pub(crate) guard: Option<Guard>,
 }
 
-/// The lease under which a writer writes.
+/// The lease under which a process writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Guard {
     pub(crate) lease: Key,
@@ -99,7 +98,7 @@ pub(crate) enum Verb {
 }
 
 impl Verb {
-    /// Its name in metrics.
+    /// Returns its name in metrics.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Verb::Create => "create",
@@ -110,19 +109,19 @@ impl Verb {
     }
 }
 
-/// Why a write was not done.
+/// The reason why a write failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The object is gone, or was never there.
+    /// The object is gone, or never existed.
     #[error("{0} does not exist: read it again and create it")]
     NotFound(ObjectRef),
-    /// Somebody else created it.
+    /// Another writer created it.
     #[error("{0} exists already: read it again and replace it")]
     AlreadyExists(ObjectRef),
-    /// Somebody else wrote it since it was read.
+    /// Another writer changed it since it was read.
     #[error("{0} was changed since it was read: read it again and repeat the change")]
     Conflict(ObjectRef),
-    /// The lease under which the writer writes now has another holder.
+    /// The lease of the writer's guard now has another holder.
     #[error("{0} was not written: this process is no longer the leader")]
     Fenced(ObjectRef),
     /// The object breaks rules of its kind.
@@ -133,18 +132,18 @@ pub enum StoreError {
         /// The rules that it breaks.
         violations: Vec<Violation>,
     },
-    /// The place where objects are stored failed.
+    /// The storage of objects failed.
     #[error("{object} cannot be written: {message}")]
     Unavailable {
         /// The object.
         object: ObjectRef,
-        /// What failed, and what to do about it.
+        /// The failure and its remedy.
         message: String,
     },
 }
 
 impl StoreError {
-    /// The object that was not written.
+    /// Returns the object that was not written.
     pub fn object(&self) -> &ObjectRef {
         match self {
             StoreError::NotFound(object)
@@ -156,17 +155,17 @@ impl StoreError {
         }
     }
 
-    /// Whether reading the object again and repeating the change may help at once.
+    /// Returns whether reading the object again and repeating the change immediately may help.
     pub fn is_conflict(&self) -> bool {
         matches!(self, StoreError::NotFound(_) | StoreError::AlreadyExists(_) | StoreError::Conflict(_))
     }
 }
 
-/// The objects of a cluster. Cheap to clone.
+/// The store of a cluster's objects. Cheap to clone.
 ///
-/// Reads come from a local cache and never wait. The cache is level-triggered: after a change, [`Changes::next`]
-/// returns, and the lists show the latest state, not each step towards it. Writes compare and swap on
-/// `metadata.resourceVersion`; the status is written apart from the rest, as in Kubernetes.
+/// Reads come from a local cache and never wait. The cache is level-triggered: after a change, [`Changes::next`] returns, and the lists
+/// show the latest state, not each step towards it. Writes compare and swap on `metadata.resourceVersion`. The status is written
+/// separately from the rest, as in Kubernetes.
 #[derive(Clone)]
 pub struct Store {
     backend: Arc<dyn Backend>,
@@ -179,83 +178,81 @@ impl Store {
         Store { backend, guard: None, counts: Arc::default() }
     }
 
-    /// The same store for the holder of a lease: once the lease has another holder or epoch, every write fails with
-    /// [`StoreError::Fenced`], even one that was in flight for long.
+    /// Returns the same store for the holder of a lease. Once the lease has another holder or epoch, every write fails with
+    /// [`StoreError::Fenced`], even a write that was in flight for a long time.
     pub fn guarded(&self, lease: Key, epoch: u64) -> Self {
         Store { guard: Some(Guard { lease, epoch }), ..self.clone() }
     }
 
-    /// The objects of a kind, sorted by namespace and name. An object that did not change since an earlier call is the
-    /// same `Arc`.
+    /// Returns the objects of a kind, sorted by namespace and name. An object that has not changed since an earlier call is the same `Arc`.
     pub fn list<T: Stored>(&self) -> Vec<Arc<T>> {
         self.backend.list(T::KIND).into_iter().filter_map(|object| object.downcast::<T>().ok()).collect()
     }
 
-    /// One object.
+    /// Returns one object.
     pub fn get<T: Stored>(&self, key: &Key) -> Option<Arc<T>> {
         self.backend.get(T::KIND, key).and_then(|object| object.downcast::<T>().ok())
     }
 
-    /// A number that changes whenever [`Store::list`] of the kind does: while it is the same, the list need not be read
-    /// again.
+    /// Returns a number that changes whenever [`Store::list`] of the kind changes. While it is the same, the list need not be read again.
     pub fn revision<T: Stored>(&self) -> u64 {
         self.revision_of(T::KIND)
     }
 
-    /// The same by the kind's name.
+    /// Like [`Store::revision`], for a kind that is not known at compile time.
     pub fn revision_of(&self, kind: Kind) -> u64 {
         self.backend.revision(kind)
     }
 
-    /// Which objects of a kind were added, removed or changed since [`Store::revision`] of the kind was `revision`,
-    /// some of them perhaps more than once; `None` if that is no longer known. A caller that keeps something for each
-    /// object can update that without reading all of them: [`Store::get`] returns what they are now.
+    /// Returns the objects of a kind that were added, removed or changed since [`Store::revision`] of the kind was `revision`, some perhaps
+    /// more than once; `None` if they are no longer known. A caller with data for each object can update the data without reading all
+    /// objects: [`Store::get`] returns their present state.
     pub fn changed<T: Stored>(&self, revision: u64) -> Option<Vec<Key>> {
         self.backend.changed(T::KIND, revision)
     }
 
-    /// A number that changes whenever the source itself reports objects of the kind. What this process writes shows in
-    /// [`Store::revision`] at once, but here only once the source reports it: as long as this number grows, nothing that
-    /// others write is missed.
+    /// Returns a number that changes whenever the source reports objects of the kind. A write of this process shows immediately in
+    /// [`Store::revision`], but here only once the source reports it. As long as this number grows, no write of another process is missed.
     pub fn heard<T: Stored>(&self) -> u64 {
         self.backend.heard(T::KIND)
     }
 
-    /// Whether [`Store::list`] has all objects of a kind. An agent follows the EgressNodes of all nodes only if its own node is a
+    /// Returns whether [`Store::list`] has all objects of a kind. An agent follows the EgressNodes of all nodes only if its own node is a
     /// gateway.
     pub fn is_whole<T: Stored>(&self) -> bool {
         self.backend.is_whole(T::KIND)
     }
 
-    /// Waits until the cache shows everything that any of Spillway's processes wrote before the call. Needed if a
-    /// decision must not be based on an old state, although no write would conflict with a newer one.
+    /// Waits until the cache shows all writes of Spillway's processes before the call. Needed for a decision that must not be based on an
+    /// old state, if no write would detect the conflict with a newer state.
     pub async fn refresh(&self) {
         self.backend.refresh().await;
     }
 
-    /// Whether the source has an object, which [`Store::get`] may not show yet. Afterwards it does. `false` if the source does not answer.
+    /// Returns whether the source has an object, even if [`Store::get`] does not show it yet. Afterwards, [`Store::get`] shows it. Returns
+    /// `false` if the source does not answer.
     pub async fn has<T: Stored>(&self, key: &Key) -> bool {
         self.backend.has(ObjectRef { kind: T::KIND, key: key.clone() }).await
     }
 
-    /// What is wrong with the source of the objects: for example broken files. The last good version of an object with
-    /// a problem stays in force.
+    /// Returns the problems of the source of the objects, such as broken files. The last good version of an object with a problem stays in
+    /// force.
     pub fn problems(&self) -> Vec<StoreProblem> {
         self.backend.problems()
     }
 
-    /// Whether the source of the objects answers: the API server, since the last failure of a watch; for a directory, whether it
+    /// Returns whether the source of the objects answers: the API server has answered since the last failure of a watch, or the directory
     /// can be read.
     pub fn is_connected(&self) -> bool {
         self.backend.is_connected()
     }
 
-    /// How often this process has written, and with what result.
+    /// Returns the counts of this process's writes, by result.
     pub fn counts(&self) -> Arc<WriteCounts> {
         Arc::clone(&self.counts)
     }
 
-    /// Notices of changes from now on; the first one is immediate, so that a loop starts by reading the state.
+    /// Returns notices of changes from now on. The first notice is immediate, so that a loop starts by reading the state.
     pub fn changes(&self) -> Changes {
         let mut changes = self.backend.changes();
         changes.mark_changed();
@@ -267,14 +264,12 @@ impl Store {
         self.write(Verb::Create, object).await
     }
 
-    /// Replaces an object (all but its status), if `metadata.resourceVersion` is still that of `object`. If nothing
-    /// differs, nothing is written.
+    /// Replaces an object (except its status), if `metadata.resourceVersion` is still that of `object`. Writes nothing if nothing differs.
     pub async fn replace<T: Stored>(&self, object: &T) -> Result<T, StoreError> {
         self.write(Verb::Replace, object).await
     }
 
-    /// Replaces the status of an object, and nothing else, if `metadata.resourceVersion` is still that of `object`. If
-    /// nothing differs, nothing is written.
+    /// Replaces only the status of an object, if `metadata.resourceVersion` is still that of `object`. Writes nothing if nothing differs.
     pub async fn replace_status<T: Stored>(&self, object: &T) -> Result<T, StoreError> {
         self.write(Verb::ReplaceStatus, object).await
     }
@@ -284,8 +279,8 @@ impl Store {
         self.write(Verb::Delete, object).await.map(|_: T| ())
     }
 
-    /// Reads an object, changes its status and replaces that; retries with the newest version if somebody else was
-    /// faster. For writers that own a status while others write the rest of the object.
+    /// Reads an object, changes its status and replaces the status. Retries with the newest version if another writer was faster. For
+    /// writers that own a status while others write the rest of the object.
     pub async fn update_status<T: Stored>(&self, key: &Key, change: impl Fn(&mut T)) -> Result<T, StoreError> {
         let target = ObjectRef { kind: T::KIND, key: key.clone() };
         let mut error = StoreError::NotFound(target);
@@ -303,7 +298,7 @@ impl Store {
         Err(error)
     }
 
-    /// Notes what happened to an object for users, as an Event in a cluster. A directory has no place for it.
+    /// Notes an event about an object for users: as an Event in a cluster. A directory ignores it.
     pub fn note(&self, note: Note) {
         self.backend.note(note);
     }
@@ -315,7 +310,7 @@ impl Store {
         let value = serde_json::to_value(object).map_err(unavailable)?;
         let written =
             self.backend.write(Write { verb, target: target.clone(), object: value, guard: self.guard.clone() }).await;
-        // A replacement that makes no new version was none: nothing differed, or the kind has no field for what did.
+        // A replacement without a new version is not a write: nothing differed, or the kind does not have the fields that differed.
         let version = |written: &Value| written.pointer("/metadata/resourceVersion").cloned();
         let old = object.meta().resource_version.clone().map(Value::from);
         let is_none = matches!(verb, Verb::Replace | Verb::ReplaceStatus)
@@ -331,8 +326,7 @@ impl Store {
 pub struct Changes(watch::Receiver<u64>);
 
 impl Changes {
-    /// Waits for a change since the last call; many changes are one notice. When the store is gone, waits forever.
-    /// Cancel safe.
+    /// Waits for a change since the last call. Many changes cause one notice. Waits forever when the store is gone. Cancel safe.
     pub async fn next(&mut self) {
         if self.0.changed().await.is_err() {
             std::future::pending::<()>().await;

@@ -1,4 +1,4 @@
-//! What is wrong with the source of the objects, in terms that a user can act on.
+//! Problems of the source of the objects, in terms that a user can act on.
 
 use super::ObjectRef;
 use std::fmt;
@@ -7,17 +7,17 @@ use std::path::PathBuf;
 /// A mistake in the source of objects. The last good version of the object stays in force.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StoreProblem {
-    /// The file, relative to the directory of the store; empty if the source is no directory.
+    /// The file, relative to the directory of the store; empty if the source is not a directory.
     pub file: PathBuf,
-    /// Which of the file's YAML documents, the first is 1.
+    /// The number of the YAML document in the file, from 1.
     pub document: Option<usize>,
     /// The object, if its kind and name could be read.
     pub object: Option<ObjectRef>,
-    /// Path of the field, such as `spec.destinationCIDRs[1]`.
+    /// The path of the field, such as `spec.destinationCIDRs[1]`.
     pub field: Option<String>,
-    /// What is wrong.
+    /// The problem.
     pub message: String,
-    /// What to do about it.
+    /// The remedy.
     pub remedy: String,
 }
 

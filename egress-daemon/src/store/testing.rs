@@ -1,4 +1,4 @@
-//! A store that refuses some writes, and remembers what was requested.
+//! A store that refuses some writes and remembers all requests.
 
 use super::kind::Erased;
 use super::{Backend, Key, Kind, Note, ObjectRef, Store, StoreError, StoreProblem, Verb, Write};
@@ -7,17 +7,17 @@ use serde_json::Value;
 use std::sync::{Arc, Mutex};
 use tokio::sync::watch;
 
-/// Why a write fails.
+/// Makes the error of a refused write.
 pub(crate) type Refuse = fn(ObjectRef) -> StoreError;
 
-/// What is refused, and what was requested.
+/// The writes to refuse, and the requests so far.
 #[derive(Default)]
 pub(crate) struct Script {
-    /// Which writes are refused, and how.
+    /// The writes to refuse, and their errors.
     pub(crate) refused: Mutex<Vec<(Verb, ObjectRef, Refuse)>>,
     /// All writes that were requested.
     pub(crate) writes: Mutex<Vec<(Verb, ObjectRef)>>,
-    /// What was noted for users.
+    /// All notes for users.
     pub(crate) notes: Mutex<Vec<Note>>,
 }
 
@@ -27,13 +27,13 @@ impl Script {
         self.refused.lock().unwrap().push((verb, target, why));
     }
 
-    /// How often a write was requested.
+    /// Returns the number of requests for a write.
     pub(crate) fn requests(&self, verb: Verb, target: &ObjectRef) -> usize {
         self.writes.lock().unwrap().iter().filter(|(v, t)| (*v, t) == (verb, target)).count()
     }
 }
 
-/// The same store, except for what the script refuses.
+/// Returns the same store, except for the writes that the script refuses.
 pub(crate) fn scripted(store: &Store, script: Arc<Script>) -> Store {
     Store::new(Arc::new(Scripted { inner: store.backend.clone(), script }))
 }

@@ -4,7 +4,7 @@ use crate::store::kind::Erased;
 use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use std::collections::{BTreeMap, VecDeque};
 
-/// How many changes of a kind are remembered.
+/// The number of changes of a kind that are remembered.
 const REMEMBERED: usize = 4096;
 
 /// An object and its resourceVersion.
@@ -25,11 +25,11 @@ pub(super) struct StoreView {
 /// The last changes of a kind's objects.
 #[derive(Debug, Default)]
 struct History {
-    /// How many changes there were.
+    /// The number of changes.
     revision: u64,
-    /// What the last ones were about, each with its number.
+    /// The keys of the last changes, each with the number of its change.
     last: VecDeque<(u64, Key)>,
-    /// The number of the last one that was forgotten.
+    /// The number of the last forgotten change.
     forgotten: u64,
 }
 
@@ -46,7 +46,7 @@ impl History {
         }
     }
 
-    /// What changed after a revision; `None` if that is too long ago to tell.
+    /// Returns the keys that changed after a revision; `None` if the revision is too old.
     fn since(&self, revision: u64) -> Option<Vec<Key>> {
         let known = (self.forgotten..=self.revision).contains(&revision);
         let begin = self.last.partition_point(|(at, _)| *at <= revision);
@@ -63,34 +63,34 @@ impl StoreView {
         Some(self.kinds.get(&kind)?.get(key)?.object.clone())
     }
 
-    /// The version of an object.
+    /// Returns the version of an object.
     pub(super) fn version(&self, kind: Kind, key: &Key) -> Option<&str> {
         Some(&self.kinds.get(&kind)?.get(key)?.version)
     }
 
-    /// The keys of all objects of a kind.
+    /// Returns the keys of all objects of a kind.
     pub(super) fn keys(&self, kind: Kind) -> Vec<Key> {
         self.kinds.get(&kind).into_iter().flat_map(BTreeMap::keys).cloned().collect()
     }
 
-    /// A number that changes with each change of a kind's objects.
+    /// Returns a number that changes with each change of a kind's objects.
     pub(super) fn revision(&self, kind: Kind) -> u64 {
         self.history.get(&kind).map_or(0, |history| history.revision)
     }
 
-    /// The objects of a kind that were added, removed or changed after a revision; `None` if that is too long ago to tell.
-    /// One that changed twice may be listed twice.
+    /// Returns the objects of a kind that were added, removed or changed after a revision; `None` if the revision is too old.
+    /// An object that changed twice may be listed twice.
     pub(super) fn changed(&self, kind: Kind, since: u64) -> Option<Vec<Key>> {
         self.history.get(&kind).map_or(Some(Vec::new()), |history| history.since(since))
     }
 
-    /// The object of a file of Spillway's: its kind has one object of each name, in whatever namespace.
+    /// Returns the object of one of Spillway's files. A name is unique within its kind, whatever the namespace.
     pub(super) fn named(&self, target: &ObjectRef) -> Option<(Key, Item)> {
         let mut objects = self.kinds.get(&target.kind).filter(|_| !target.kind.is_users())?.iter();
         objects.find(|(key, _)| key.name == target.key.name).map(|(key, item)| (key.clone(), item.clone()))
     }
 
-    /// Sets or removes one object. Returns whether that made a difference.
+    /// Sets or removes one object. Returns whether the view changed.
     pub(super) fn set(&mut self, kind: Kind, key: Key, item: Option<Item>) -> bool {
         let objects = self.kinds.entry(kind).or_default();
         let changed = match item {
@@ -107,7 +107,7 @@ impl StoreView {
         changed
     }
 
-    /// Replaces all objects of a kind, keeping those whose version is the same. Returns whether that made a difference.
+    /// Replaces all objects of a kind, but keeps objects of the same version. Returns whether the view changed.
     pub(super) fn set_all(&mut self, kind: Kind, mut items: BTreeMap<Key, Item>) -> bool {
         let objects = self.kinds.entry(kind).or_default();
         let mut changed: Vec<Key> = objects.keys().filter(|key| !items.contains_key(key)).cloned().collect();

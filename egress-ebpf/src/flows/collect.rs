@@ -1,10 +1,10 @@
-//! The garbage collector: removes flows that have been idle for too long. A timer in the kernel, so it works without the agent.
+//! The garbage collector: removes flows that have been idle for too long. A kernel timer runs it, so it works without the agent.
 //!
-//! Every flow has a ticket in a queue. A run takes a bounded number of tickets, removes the flows that are due and puts the others back at
-//! the end; a ticket whose flow is gone, or was replaced, is dropped. So one run takes a millisecond or two whatever the size of the table,
-//! and a million flows are checked in under half a minute. A smaller table is checked once a round, of some seconds. Each new flow also
-//! triggers a look at the first tickets, so that the queue has room however fast flows come and go: between two rounds, flows that are gone
-//! leave their tickets behind.
+//! Every flow has a ticket in a queue. A run takes a bounded number of tickets, removes the flows that are due and puts
+//! the other tickets back at the end; it drops a ticket whose flow is gone or was replaced. So a run takes a
+//! millisecond or two whatever the size of the table, and a million flows are checked in under half a minute. A smaller
+//! table is checked once per round of several seconds. Each new flow also triggers a look at the first tickets, so the
+//! queue has room however fast flows come and go: between two rounds, removed flows leave their tickets behind.
 
 use crate::{
     flows::{
@@ -37,7 +37,7 @@ const CLOCK_MONOTONIC: u64 = 1;
 /// `EBUSY`: the timer is initialised already.
 const BUSY: i64 = -16;
 
-/// Sets these programs' clock and, unless they are a trace's, arms the timer with their collector, even if one is running. 0 or a negative errno.
+/// Sets the clock of these programs and, except in a trace's build, arms the timer, even if it runs. Returns 0 or a negative errno.
 #[inline(always)]
 pub fn start() -> i32 {
     set_clock();
@@ -46,7 +46,7 @@ pub fn start() -> i32 {
         return 0;
     }
     let Some(c) = COLLECTOR.get_ptr_mut(0) else { return -1 };
-    // SAFETY: the timer lies in the element of the map that is named.
+    // SAFETY: the timer lies in an element of the map that is passed.
     unsafe {
         let timer = &raw mut (*c).timer;
         let r = bpf_timer_init(timer, (&raw const COLLECTOR).cast_mut().cast(), CLOCK_MONOTONIC);
@@ -61,7 +61,7 @@ pub fn start() -> i32 {
     }
 }
 
-/// One run.
+/// Runs the collector once.
 extern "C" fn run(_map: *mut c_void, _key: *mut u32, collector: *mut Collector) -> i64 {
     let mut unused = 0u64;
     // SAFETY: the kernel passes the map's element; the callbacks ignore their context.
@@ -76,26 +76,26 @@ extern "C" fn run(_map: *mut c_void, _key: *mut u32, collector: *mut Collector) 
     0
 }
 
-/// Looks at the first tickets, since a new flow has added one. Stops at one that was checked in this round.
+/// Looks at the first tickets after a new flow has added one. Stops at a ticket that was already checked in this round.
 #[inline(always)]
 pub fn go_along<F: Family>() {
     // SAFETY: the callback takes no context.
     unsafe { bpf_loop(COLLECT_ALONG, look::<F> as *mut c_void, core::ptr::null_mut(), 0) };
 }
 
-/// Looks at one ended flow: 0 to continue, 1 when there is nothing more to do in this run.
+/// Looks at one ended flow. Returns 0 to continue, 1 when nothing is left to do in this run.
 extern "C" fn drain<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     ended::drain::<F>()
 }
 
-/// Looks at one ticket: 0 to continue, 1 when there is nothing more to do in this run.
+/// Looks at one ticket. Returns 0 to continue, 1 when nothing is left to do in this run.
 extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     let Some(config) = CONFIG.get(0) else { return 1 };
     let Ok(Some(ticket)) = F::tickets().pop() else { return 1 };
     let now = now_tick();
     let round = now >> COLLECT_ROUND_SHIFT;
     let Some(flow) = F::flows().get_ptr_mut(&ticket.key) else { return 0 };
-    // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+    // SAFETY: flows are changed in place only by single stores to fields that may lag by a packet.
     let flow = unsafe { &mut *flow };
     if flow.ticket != ticket.ticket {
         return 0;
@@ -113,10 +113,10 @@ extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     stop as i64
 }
 
-/// The idle times in ticks: of an established connection, of one that opens or closes, of UDP, of ICMP.
+/// Returns the idle times in ticks: of an established connection, of one that opens or closes, of UDP, of ICMP.
 #[inline(always)]
 pub fn idle_times(config: &DatapathConfig) -> [u32; 4] {
-    // Read one by one, or LLVM reads one field through a computed address, which the verifier refuses without CAP_PERFMON.
+    // Reads each field separately: otherwise LLVM reads one through a computed address, which the verifier refuses without CAP_PERFMON.
     // SAFETY: references are valid for reading.
     unsafe {
         [
@@ -128,12 +128,12 @@ pub fn idle_times(config: &DatapathConfig) -> [u32; 4] {
     }
 }
 
-/// Whether a flow has been idle for too long, or no longer belongs to a policy.
+/// Returns whether a flow has been idle for too long, or no longer belongs to a policy.
 #[inline(always)]
 fn is_due<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
     if flow.config_generation != config.generation
         && let Class::Outside(..) = classify::classify(config, key.src, key.dst)
-        // As long as its pod exists, the rest of a connection is severed, not let out.
+        // While its pod exists, the rest of a TCP connection is severed, not let out.
         && (key.proto != proto::TCP || F::endpoints().get_ptr(key.src).is_none())
     {
         return true;
@@ -148,7 +148,7 @@ fn is_due<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &Flow, now
         proto::UDP => udp,
         _ => icmp,
     };
-    // A packet may have come after `now` was read.
+    // A packet may have arrived after `now` was read.
     let idle = now.wrapping_sub(last) as i32;
     idle > 0 && idle as u32 > limit
 }

@@ -1,6 +1,6 @@
-//! Ended flows: connections that both ends are done with, and UDP exchanges of one question. They wait in a queue, in the order in which
-//! they ended, for retransmissions. The collector removes them seconds later; a new flow that finds no room takes their place first. No
-//! other flow is ever removed to make room.
+//! Ended flows: connections that both ends have finished, and UDP exchanges of one question. They wait in a
+//! queue, in the order in which they ended, to allow for retransmissions. The collector removes them seconds
+//! later; a new flow that finds no room takes their place earlier. No other flow is ever removed to make room.
 
 use crate::{
     flows::{
@@ -22,7 +22,7 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// Whether the flow is no longer needed, except for an answer that may still come.
+/// Returns whether the flow is no longer needed, except for an answer that may still arrive.
 #[inline(always)]
 fn has_ended<F: Family>(key: &FlowKey<F>, flow: &Flow) -> bool {
     match key.proto {
@@ -37,7 +37,7 @@ fn has_ended<F: Family>(key: &FlowKey<F>, flow: &Flow) -> bool {
 fn queue<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
     if flow.queued == 0 {
         let record = Ended { key: *key, ticket: flow.ticket, due: now_tick().wrapping_add(ENDED_TICKS) };
-        // Where the queue is full the flow waits for the collector's round.
+        // If the queue is full, the flow waits for the collector's round.
         if F::ended().push(record, 0).is_ok() {
             flow.queued = 1;
         }
@@ -58,8 +58,8 @@ pub fn by_pod<F: Family>(key: &FlowKey<F>, flow: &mut Flow, t: &L4Header) {
     }
 }
 
-/// Handles a packet of the remote side that is the first answer to a question, accepts a connection, or claims to be its last one; `seen`:
-/// the reverse half's state. Returns `false` for a reset that only the pod can judge.
+/// Handles a packet of the remote side that is the first answer to a question, accepts a connection, or claims
+/// to end one. `seen` is the reverse half's state. Returns `false` for a reset that only the pod can judge.
 #[inline(always)]
 pub fn by_remote<F: Family>(
     pkt: &Packet,
@@ -72,7 +72,7 @@ pub fn by_remote<F: Family>(
     let mut judged = true;
     if t.flags & (tcp::flag::FIN | tcp::flag::RST) != 0 {
         let Some(end) = end_of::<F>(pkt, ip, t) else { return true };
-        // Only a host that has seen the SYN can refuse it; the pod has nothing to acknowledge yet.
+        // Until a SYN+ACK, only a host that has seen the SYN can refuse it, and the pod has nothing to acknowledge.
         let accepted = seen & tcp::seen::SYN == 0 || end == u32::from_be(flow.ack);
         // A closed connection needs no question.
         judged = accepted || t.flags & tcp::flag::RST == 0 || tcp::closed(flow.state, flow.back);
@@ -82,8 +82,8 @@ pub fn by_remote<F: Family>(
         }
         flow.end = end;
     }
-    // The host accepts the connection: what claimed before that it refused was forged, or answered an earlier SYN. Once the pod has
-    // acknowledged, no host answers its SYN.
+    // The host accepts the connection: an earlier refusal was forged, or answered an earlier SYN.
+    // Once the pod has acknowledged, no host answers its SYN.
     if t.flags & tcp::flag::SYN != 0 && flow.state & tcp::seen::ACK == 0 {
         flow.back = 0;
     }
@@ -93,13 +93,13 @@ pub fn by_remote<F: Family>(
     judged
 }
 
-/// Sends the pod a reset that only the pod can judge, followed by the question whether the connection is alive: a segment without data,
-/// just before the pod's last acknowledgment. A pod that has the connection acknowledges again and drops the segment (RFC 9293, section
-/// 3.10.7.4); one that no longer has it answers with a reset of its own, which counts. `verdict` is that of the reset, which is already
-/// translated; it is returned.
+/// Sends the pod a reset that only the pod can judge, followed by a question whether the connection is alive: a segment
+/// without data, just before the pod's last acknowledgment. A pod that has the connection acknowledges again and drops
+/// the segment (RFC 9293, section 3.10.7.4); a pod that no longer has it answers with its own reset, which counts.
+/// `verdict` is the verdict on the reset, which is already translated; it is returned where no question follows.
 ///
-/// The question has a sequence number that a forger does not know, so it must not carry the forger's data to the pod: neither
-/// after its header nor in later fragments.
+/// The question has a sequence number that a forger does not know, so it must not carry the forger's data to the pod,
+/// neither after its header nor in later fragments.
 #[inline(always)]
 pub fn question<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return verdict };
@@ -117,17 +117,17 @@ pub fn question<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
     if ask::<F>(pkt, &ip, before).is_none() {
         return Verdict::Drop(Counter::DropMalformed).to_bits();
     }
-    // Programs that saw the copy may have noted another interface.
+    // Programs that ran on the copy may have set another target.
     pkt.redirect(ifindex).to_bits()
 }
 
-/// Whether a TCP segment has no data.
+/// Returns whether a TCP segment has no data.
 #[inline(always)]
 fn is_bare<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Option<bool> {
     Some(F::total_len(pkt)? == ip.l4 - ETH_LEN + header_len(pkt, ip)?)
 }
 
-/// Length of the TCP header in bytes.
+/// Returns the length of the TCP header in bytes.
 #[inline(always)]
 fn header_len<F: Family>(pkt: &Packet, ip: &Ip<F>) -> Option<u32> {
     Some((pkt.load::<u8>(ip.l4 + at::TCP_LENGTH)? >> 4) as u32 * 4)
@@ -147,7 +147,7 @@ fn ask<F: Family>(pkt: &Packet, ip: &Ip<F>, sequence: u32) -> Option<()> {
     right.then_some(())
 }
 
-/// The acknowledgment number that accepts this segment, which has FIN or RST.
+/// Returns the acknowledgment number that accepts this segment, which has FIN or RST.
 #[inline(always)]
 fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &L4Header) -> Option<u32> {
     let seq = u32::from_be(pkt.load::<u32>(ip.l4 + at::TCP_SEQ)?);
@@ -158,7 +158,7 @@ fn end_of<F: Family>(pkt: &Packet, ip: &Ip<F>, t: &L4Header) -> Option<u32> {
     Some(seq.wrapping_add(payload + 1))
 }
 
-/// Looks at the oldest record of an ended flow if it is due: 0 to continue, 1 when there is nothing more to do in this run.
+/// Looks at the oldest record of an ended flow if it is due. Returns 0 to continue, 1 when nothing is left to do in this run.
 #[inline(always)]
 pub fn drain<F: Family>() -> i64 {
     let now = now_tick();
@@ -177,13 +177,13 @@ pub fn drain<F: Family>() -> i64 {
         stats::count(Counter::FlowsEnded);
         return 0;
     }
-    // It may not be removed for its age alone; it is queued again, for a flow that needs its place.
+    // Age alone does not allow its removal; it is queued again, for a new flow that needs its place.
     flow.queued = 0;
     queue::<F>(&record.key, flow);
     0
 }
 
-/// The flow of this record, if it is still the same one and has ended.
+/// Returns the flow of this record, if it is still the same flow and has ended.
 #[inline(always)]
 fn queued<F: Family>(record: &Ended<F>) -> Option<&'static mut Flow> {
     let flow = F::flows().get_ptr_mut(&record.key)?;
@@ -199,7 +199,7 @@ fn queued<F: Family>(record: &Ended<F>) -> Option<&'static mut Flow> {
     None
 }
 
-/// Queues a UDP exchange of one question that nobody has answered, which the collector found idle.
+/// Queues an unanswered UDP exchange of one question that the collector found idle.
 #[inline(always)]
 pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
     let idle = now.wrapping_sub(flow.last_seen) as i32;
@@ -208,8 +208,8 @@ pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
     }
 }
 
-/// Makes room for a flow that this packet would open: removes a few ended flows at once, those that ended first, until the pod is within its
-/// quota. Returns how many.
+/// Makes room for a flow that this packet would open: removes a batch of ended flows, those that
+/// ended first, and more until the pod is within its quota. Returns their number.
 #[inline(always)]
 pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
     let Some(pod) = F::load(pkt, ETH_LEN + F::SRC) else { return 0 };
@@ -226,7 +226,7 @@ pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// Removes the oldest ended flow: 0 to continue, 1 to stop.
+/// Removes the oldest ended flow. Returns 0 to continue, 1 to stop.
 extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
     let (Some(config), Some(search)) = (CONFIG.get(0), ports::search::<F>()) else { return 1 };
     let Ok(Some(record)) = F::ended().pop() else { return 1 };

@@ -1,6 +1,6 @@
-//! Connections that keep their path: the outside opened them to a pod, the pod had them open before a policy selected it, or they began while
-//! there was no gateway. A table of their own records them, so that their packets are left alone. It never refuses a record: the least recently
-//! used one is evicted.
+//! Connections that keep their path: the outside opened them to a pod, the pod had them open before a
+//! policy selected it, or they began while there was no gateway. A separate table records them, so that
+//! their packets are left alone. It never refuses a record: it evicts the least recently used one.
 
 use crate::{
     flows::{
@@ -33,7 +33,7 @@ use egress_common::{
 /// `pod_ingress`: looks at a packet on its way into a pod. Never changes or drops it.
 #[inline(always)]
 pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
-    // A packet from `deliver` is not opened by the outside, whatever the flow table says.
+    // A packet from `deliver` opens no connection from outside, whatever the flow table says.
     if pkt.take_note(note::DELIVERED) {
         trace::note(Step::Delivered, 0, 0);
         return Verdict::Pass;
@@ -51,9 +51,9 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
         Kind::Query => {}
         _ => return Verdict::Pass,
     }
-    // A pod of this node that sends with a spoofed address does not count as the outside, nor does a socket of the host. With its own
-    // address, which the gate has checked, a pod opens a flow like anyone else. A host's SYN counts: it may be that of a proxy which keeps
-    // the address of its client, and the pod's own connections never take its record.
+    // A local pod that sends with a spoofed address does not count as the outside, nor does a socket of the host. A pod
+    // with its own address, which the gate has checked, opens a connection like any other host. A host's SYN counts: it
+    // may come from a proxy that keeps its client's address, and the pod's own connections never use its record.
     let hosts = t.kind != Kind::Tcp && pkt.is_hosts();
     if (hosts || pkt.is_pods()) && F::endpoints().get_ptr(ip.src).is_none() {
         return Verdict::Pass;
@@ -66,21 +66,21 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
     if t.kind != Kind::Tcp
         && let Some(record) = F::inbound().get_ptr_mut(&key)
     {
-        // SAFETY: single stores of fields that may be a packet late.
+        // SAFETY: single stores to fields that may lag by a packet.
         let record = unsafe { &mut *record };
         if record.generation == generation {
             touch(record);
             return Verdict::Pass;
         }
     }
-    // Only where a reply could be taken for a flow of a policy: nothing is kept for the cluster's own traffic.
+    // Only if a reply could be mistaken for a policy's flow: the cluster's own traffic gets no records.
     if let Class::Policy(_, endpoint) = classify::classify(config, key.src, key.dst) {
         leave_alone::<F>(pkt, generation, &key, &endpoint, Opener::Outside, 0);
     }
     Verdict::Pass
 }
 
-/// Who opened a connection that is left alone, as [`Inbound::own`] has it.
+/// The side that opened a connection that is left alone, as in [`Inbound::own`].
 #[derive(Clone, Copy)]
 #[repr(u16)]
 pub enum Opener {
@@ -88,8 +88,8 @@ pub enum Opener {
     Pod,
 }
 
-/// Records a connection that is to be left alone according to the tables of this generation. `flags`: those of the pod's TCP segment, if it
-/// is one.
+/// Records a connection that is left alone according to the tables of this generation. `flags` are
+/// those of the pod's TCP segment, if the packet is one.
 #[inline(always)]
 pub fn leave_alone<F: Family>(
     pkt: &Packet,
@@ -117,18 +117,18 @@ fn touch(record: &mut Inbound) {
     }
 }
 
-/// What is known of a pod's packet without a flow.
+/// The result of the search for the record of a pod's packet without a flow.
 pub enum Known {
     /// There is no record.
     No,
-    /// There is one, which was made under other tables: [`renew`] has to look at it first.
+    /// A record exists, made under other tables or at another interface: [`renew`] must check it first.
     Perhaps,
-    /// It belongs to a record that was made or renewed under the present tables, at the interface that the gate has verified.
+    /// A record was made or renewed under the present tables, at the interface that the gate has verified.
     LeftAlone,
 }
 
-/// Looks for the record of a pod's packet; `renewed`: by [`renew`] just now, whatever the tables have become since. One that the packet does not
-/// continue is removed.
+/// Looks up the record of a pod's packet. `renewed`: [`renew`] has just checked the record,
+/// whatever has become of the tables since. Removes a record that the packet does not continue.
 #[inline(always)]
 pub fn look<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, renewed: bool) -> Known {
     let Some(record) = F::inbound().get_ptr_mut(key) else { return Known::No };
@@ -144,10 +144,10 @@ pub fn look<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key:
     Known::No
 }
 
-/// A packet with a record that was made under other tables: [`KEPT`] if the record belongs to the pod that has the address now, and the policy
-/// that the packet is under now does not cut it (`existingConnections: Drop`). Otherwise [`GONE`], or a verdict's bits.
+/// Checks a packet whose record was made under other tables. Returns [`KEPT`] if the record belongs to the pod that now has the address
+/// and the packet's present policy does not cut the connection (`existingConnections: Drop`); otherwise [`GONE`] or a verdict's bits.
 ///
-/// Few packets come here, so it is a step of its own, like [`recheck`].
+/// Few packets come here, so it is a separate function, like [`recheck`].
 #[inline(always)]
 pub fn renew<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return GONE };
@@ -171,8 +171,8 @@ pub fn renew<F: Family>(pkt: &Packet) -> u64 {
     GONE
 }
 
-/// Whether the packet continues the record's connection: it opens nothing of the pod's own, and the record has not been idle for too
-/// long. Only the pod's segments are tracked: the other side's are assumed to be acknowledged.
+/// Returns whether the packet continues the record's connection: it opens no connection of the pod's own, and the record
+/// has not been idle for too long. Only the pod's segments are tracked; the other side is assumed to have sent an ACK.
 #[inline(always)]
 fn goes_on<F: Family>(config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, record: &mut Inbound) -> bool {
     if t.opens() || t.kind == Kind::Query {
@@ -201,8 +201,8 @@ fn goes_on<F: Family>(config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, r
     true
 }
 
-/// Whether a packet from outside would be answered to the tunnel's port. Unlike answers to other inbound packets, that
-/// answer may not pass unchecked.
+/// Returns whether the answer to a packet from outside would go to the tunnel's port. Unlike
+/// answers to other inbound packets, it may not pass unchecked.
 #[inline(always)]
 fn is_from_tunnel(config: &DatapathConfig, t: &L4Header) -> bool {
     t.kind == Kind::Udp && u16::from_be(t.src_port) as u32 == config.tunnel_port

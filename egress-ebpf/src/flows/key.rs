@@ -6,13 +6,13 @@ use crate::{
 };
 use egress_common::flow::FlowKey;
 
-/// The 5-tuple of a pod's packet.
+/// Returns the 5-tuple of a pod's packet.
 #[inline(always)]
 pub fn of_pod<F: Family>(ip: &Ip<F>, t: &L4Header) -> FlowKey<F> {
     FlowKey { src: ip.src, dst: ip.dst, src_port: t.src_port, dst_port: t.dst_port, proto: ip.proto }
 }
 
-/// The 5-tuple of a packet towards a flow's source, as packets of the other direction have it.
+/// Returns the key of the flow whose source a packet is sent to: the 5-tuple of packets in the other direction.
 #[inline(always)]
 pub fn of_reply<F: Family>(ip: &Ip<F>, t: &L4Header) -> FlowKey<F> {
     match t.kind {

@@ -9,7 +9,7 @@ use egress_common::{
     verdict::Counter,
 };
 
-/// Whether flows are logged, 0 or 1; the agent sets it before the programs are loaded, so that the verifier leaves the rest out where it is 0.
+/// Whether flows are logged, 0 or 1. The agent sets it before it loads the programs, so that the verifier omits the rest where it is 0.
 #[unsafe(no_mangle)]
 static LOG_FLOWS: u32 = 0;
 
@@ -19,7 +19,7 @@ pub fn is_kept() -> bool {
     unsafe { (&raw const LOG_FLOWS).read_volatile() != 0 }
 }
 
-/// The flow has been entered.
+/// Reports that the flow has been entered.
 #[inline(never)]
 pub fn began<F: Family>(key: &FlowKey<F>, flow: &Flow) {
     match record(key, flow, flow.created, what::BEGAN) {
@@ -31,7 +31,7 @@ pub fn began<F: Family>(key: &FlowKey<F>, flow: &Flow) {
 
 /// Removes the forward half of a flow and reports its end. Returns 1 if it was there. `last` is the tick of the flow's last packet.
 ///
-/// Everything is read first: the entry's memory may be another flow's afterwards.
+/// Every field is read before the removal: afterwards the entry's memory may belong to another flow.
 #[inline(never)]
 pub fn remove<F: Family>(key: &FlowKey<F>, flow: &Flow, last: u32) -> u64 {
     let what = if flow.pending == 0 { what::ENDED } else { what::REFUSED };
@@ -50,7 +50,7 @@ pub fn remove<F: Family>(key: &FlowKey<F>, flow: &Flow, last: u32) -> u64 {
 fn record<F: Family>(key: &FlowKey<F>, flow: &Flow, last_seen: u32, what: u8) -> Option<RingBufEntry<FlowEvent<F>>> {
     let mut record = FLOW_EVENTS.reserve_untyped::<FlowEvent<F>>(0)?;
     let to = record.as_mut_ptr();
-    // Field by field: there is no room for it on the stack.
+    // Written field by field: the stack has no room for a copy.
     // SAFETY: the record is this program's own until it is submitted.
     unsafe {
         (&raw mut (*to).key.src).write(key.src);

@@ -1,4 +1,4 @@
-//! The flow table: keys, ports, beginning, checking, ending and collecting of flows, and what is left alone.
+//! The flow table: keys, ports, the life cycle of flows, and connections that are left alone.
 
 pub mod collect;
 pub mod ended;

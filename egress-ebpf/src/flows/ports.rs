@@ -1,7 +1,7 @@
-//! Choosing a slot for a new flow, and a source port out of the blocks of its egress IP that are leased to this node.
+//! Chooses a slot for a new flow, and a source port from the blocks of its egress IP that are leased to this node.
 //!
-//! A port of an egress IP can be used once for each remote address, port and protocol: what must be unique is the
-//! reply's 5-tuple, which is the key in `REVERSE_*`. So a port is taken by inserting that key.
+//! A port of an egress IP can be used once for each remote address, port and protocol: the reply's
+//! 5-tuple, which is the key in `REVERSE_*`, must be unique. So a flow takes a port by inserting that key.
 
 use crate::{
     flows::table,
@@ -36,14 +36,14 @@ const NO_PORT: u32 = 2;
 const FULL: u32 = 3;
 const SHARE: u32 = 4;
 
-/// This CPU's search.
+/// Returns this CPU's search.
 #[inline(always)]
 pub fn search<F: Family>() -> Option<&'static mut Search<F>> {
     // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU.
     F::search().get_ptr_mut(0).map(|s| unsafe { &mut *s })
 }
 
-/// Takes a slot and a port. They are in `search.value` and `search.key`, and the reverse half is in its table.
+/// Takes a slot and a port. On success they are in `search.value` and `search.key`, and the reverse half is in its table.
 #[inline(always)]
 pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
     search.outcome = SEARCHING;
@@ -52,14 +52,14 @@ pub fn take<F: Family>(search: &mut Search<F>) -> Result<(), Counter> {
     match search.outcome {
         FOUND => Ok(()),
         FULL => Err(Counter::DropTableFull),
-        // Not the quota of flows: removing ended flows of others would free no port.
+        // Not the flow quota: removing ended flows of other pods would free no port.
         SHARE => Err(Counter::DropPortShare),
         NO_PORT => Err(Counter::DropNoPort),
         _ => Err(Counter::DropNoGateway),
     }
 }
 
-/// The egress IP of one attempt: the endpoint's own one first, then by hash.
+/// Returns the egress IP of one attempt: first the one assigned to the endpoint, then one chosen by hash.
 #[inline(always)]
 fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
     let mut h = s.hash;
@@ -70,7 +70,7 @@ fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
         if attempt == 0 {
             return Some(*assigned);
         }
-        // While that one cannot be used, all of the endpoint's flows go to the same other one.
+        // While the assigned egress IP is unusable, all of the endpoint's flows go to the same other one.
         h = hash::endpoint(s.value.pod, s.policy.seed);
     }
     if s.policy.table_len == 0 {
@@ -82,7 +82,7 @@ fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
     Some(unsafe { *chunk.egress.as_ptr().add((at % MAGLEV_CHUNK as u32) as usize) } as u32)
 }
 
-/// One attempt at a slot: 0 to continue, 1 to stop.
+/// Attempts one slot. Returns 0 to continue, 1 to stop.
 extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     let Some(s) = search::<F>() else { return 1 };
     let Some(egress) = slot(s, attempt) else { return 0 };
@@ -104,7 +104,7 @@ extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     s.blocks = blocks;
     let ports = blocks * port_block::SIZE as u32;
     let probes = if ports < PORT_PROBES { ports } else { PORT_PROBES };
-    // A pod with fewer flows cannot have most of the ports towards one destination.
+    // A pod with fewer flows cannot hold most of the ports towards one destination.
     if share::flows::<F>(s.endpoint) > (ports / 2) as u64 {
         s.own = 0;
         // SAFETY: the callback takes no context.
@@ -136,7 +136,7 @@ fn aim<F: Family>(s: &mut Search<F>, i: u32) -> Option<()> {
     Some(())
 }
 
-/// Counts a port that a live flow of this pod has: 0 to continue, 1 to stop, once enough ports are not the pod's.
+/// Counts a port that a live flow of this pod holds. Returns 0 to continue, 1 to stop once enough ports are not the pod's.
 extern "C" fn look_at<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     let Some(s) = search::<F>() else { return 1 };
     if aim(s, i).is_none() {
@@ -150,7 +150,7 @@ extern "C" fn look_at<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     (i + SHARE_LIMIT >= SHARE_PROBES + s.own) as i64
 }
 
-/// One attempt at a port: 0 to continue, 1 to stop.
+/// Attempts one port. Returns 0 to continue, 1 to stop.
 extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
     let Some(s) = search::<F>() else { return 1 };
     if aim(s, i).is_none() {
@@ -180,18 +180,18 @@ extern "C" fn try_port<F: Family>(i: u32, _ctx: *mut c_void) -> i64 {
 /// Ticks after which a reverse half without a forward one is orphaned: a new flow enters both within a packet's time.
 const ORPHANED: u32 = 2;
 
-/// What holds a port.
+/// The holder of a port.
 enum Holder {
     /// A flow.
     Flow,
-    /// A flow that both ends are done with.
+    /// A flow that both ends are done with, or that the host's firewall refused.
     Over,
     /// A reverse half without a forward one.
     Nobody,
 }
 
-/// What holds the port that is tried, by its reverse half. The forward half's key goes into `search.holder`: too large for the
-/// stack.
+/// Returns the holder of the port that is tried, given its reverse half. Writes the forward half's
+/// key to `search.holder`, because it is too large for the stack.
 #[inline(always)]
 fn holder<F: Family>(s: &mut Search<F>, r: &Reverse<F>) -> Holder {
     let key = &s.key;
@@ -199,7 +199,7 @@ fn holder<F: Family>(s: &mut Search<F>, r: &Reverse<F>) -> Holder {
     // SAFETY: read only.
     let over = match unsafe { F::flows().get(&s.holder) } {
         Some(f) if is_pair(&s.holder, f, key, r) => {
-            // Nobody outside has seen a flow that the host's firewall did not let pass.
+            // A flow that the host's firewall did not let pass is unknown outside.
             let refused = f.pending != 0 && now_tick().wrapping_sub(f.last_seen) as i32 > ORPHANED as i32;
             Some(refused || key.proto == proto::TCP && tcp::closed(f.state, f.back))
         }
@@ -215,7 +215,7 @@ fn holder<F: Family>(s: &mut Search<F>, r: &Reverse<F>) -> Holder {
 /// Removes the flow that holds this port if both of its ends are done with it, or if only this half of it is left.
 #[inline(always)]
 fn evict_closed<F: Family>(s: &mut Search<F>) -> bool {
-    // SAFETY: read only; another CPU may remove the entry, which the caller's insertion then finds out.
+    // SAFETY: read only; if another CPU removes the entry, the caller's insertion detects it.
     let Some(r) = (unsafe { F::reverses().get(&s.key) }) else { return true };
     match holder(s, r) {
         Holder::Flow => return false,

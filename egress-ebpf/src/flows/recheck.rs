@@ -1,5 +1,5 @@
-//! Flows under tables that have changed since they were checked, and connections that open again. Few packets come here, so it is a step of
-//! its own: within others the verifier would follow each of their paths through it.
+//! Rechecks flows after the tables have changed, and connections that open again. Few packets come here, so it
+//! is a separate function: if it were inlined, the verifier would follow each path of its callers through it.
 
 use crate::{
     flows::{
@@ -23,20 +23,20 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// What [`recheck`] returns for a flow that stays, perhaps severed: no verdict has these bits.
+/// Result of [`recheck`] for a flow that stays, perhaps severed: no verdict has these bits.
 pub const KEPT: u64 = u64::MAX - 5;
-/// What it returns if there is no flow, or no longer.
+/// Result of [`recheck`] if there is no flow, or no longer one.
 pub const GONE: u64 = u64::MAX - 6;
 
-/// The generation of the tables, to be read before anything is classified by them: a change in between makes the flow
-/// be checked again.
+/// Returns the generation of the tables, which must be read before they classify anything: a change
+/// in between then makes the flow be checked again.
 #[inline(always)]
 pub fn generation(config: &DatapathConfig) -> u32 {
     // SAFETY: a reference is valid for reading.
     unsafe { (&raw const config.generation).read_volatile() }
 }
 
-/// What becomes of a flow that was classified under an older configuration, or whose connection opens again.
+/// The outcome for a flow that was classified under an older configuration, or whose connection opens again.
 enum Check {
     /// The flow is as good as new, or severed.
     Keep,
@@ -46,14 +46,14 @@ enum Check {
     Drop(Counter),
 }
 
-/// Whether the tables are those that a flow was checked against.
+/// Returns whether a flow was checked against the present tables.
 #[inline(always)]
 pub fn is_current(config: &DatapathConfig, flow: &Flow) -> bool {
     flow.config_generation == generation(config)
 }
 
-/// Checks the flow of a pod's packet against the present tables: [`KEPT`], [`GONE`], or a verdict's bits. `at_exit` is 1 where the pod's
-/// interface is no longer known and no new flow can take the place of this one.
+/// Checks the flow of a pod's packet against the present tables. Returns [`KEPT`], [`GONE`], or a verdict's
+/// bits. `at_exit` is 1 where the pod's interface is no longer known and no new flow can replace this one.
 #[inline(always)]
 pub fn recheck<F: Family>(pkt: &Packet, at_exit: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return GONE };
@@ -61,7 +61,7 @@ pub fn recheck<F: Family>(pkt: &Packet, at_exit: u32) -> u64 {
     let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
     let key = key::of_pod(&ip, &t);
     let Some(flow) = F::flows().get_ptr_mut(&key) else { return GONE };
-    // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+    // SAFETY: flows are changed in place only by single stores to fields that may lag by a packet.
     let flow = unsafe { &mut *flow };
     if at_exit != 0 {
         return match check::<F>(config, &key, flow, false) {
@@ -74,7 +74,7 @@ pub fn recheck<F: Family>(pkt: &Packet, at_exit: u32) -> u64 {
     } else if classify::is_spoofed::<F>(pkt, key.src) {
         Check::Drop(Counter::DropSpoofed)
     } else {
-        // The pod is behind another interface now: the old record would lead replies astray.
+        // The pod is now behind another interface: the old record would misdirect replies.
         Check::Anew
     };
     match check {
@@ -99,7 +99,7 @@ fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, 
         match classify::classify(config, key.src, key.dst) {
             Class::Held => return Check::Drop(Counter::DropHeld),
             Class::Outside(..) => None,
-            // The address is another pod's now.
+            // The address now belongs to another pod.
             Class::Policy(_, endpoint) if endpoint.id != flow.endpoint => return Check::Anew,
             Class::Policy(policy, _) => Some(policy),
         }
@@ -120,7 +120,7 @@ fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, 
         }
         flow.kind = kind::TRANSLATED;
     } else if key.proto == proto::TCP && !opening {
-        // The other end knows the connection by an egress IP: what is left of it must not show it another address.
+        // The other end knows the connection by an egress IP: the rest of it must not show another address.
         flow.kind = kind::SEVERED;
     } else {
         return Check::Anew;
@@ -129,9 +129,9 @@ fn check<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, 
     Check::Keep
 }
 
-/// A SYN with the ports of a flow in the table: the flow starts with a clean state and keeps its slot, unless it may choose another one
-/// (`false`). It may if nobody has answered yet or the previous connection is closed. It does so if its slot is unusable; after a
-/// closed connection also if the tables have changed, so that slots added to the policy get their part.
+/// Handles a SYN with the ports of an existing flow: the flow starts with a clean state and keeps its slot, unless it may choose
+/// another one (returns `false`). It may if no host has answered yet or the previous connection is closed. It does so if its slot
+/// is unusable; after a closed connection also if the tables have changed, so that slots added to the policy get their share.
 #[inline(always)]
 fn reopen<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow, usable: bool) -> bool {
     let unanswered = flow.state & tcp::seen::ACK == 0;

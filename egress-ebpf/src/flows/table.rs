@@ -1,5 +1,5 @@
-//! The flow table: enters, repairs and removes both halves of flows. A half is accepted, rebuilt or removed for the other only if the
-//! two name each other: another flow may have taken the other's place.
+//! The flow table: enters, repairs and removes both halves of flows. A half is accepted, rebuilt or removed
+//! for the other only if the two refer to each other: another flow may have taken the other's place.
 
 use crate::{
     flows::log,
@@ -14,7 +14,7 @@ use egress_common::{
     verdict::Counter,
 };
 
-/// The key of a flow's other half, or `None` if its egress IP is gone.
+/// Returns the key of a flow's other half, or `None` if its egress IP is gone.
 #[inline(always)]
 pub fn reverse_key<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<FlowKey<F>> {
     let e = EGRESS_IPS.get(flow.egress)?;
@@ -30,7 +30,7 @@ pub fn reverse_key<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<FlowKey<F
     })
 }
 
-/// What is needed to send the packets of a flow.
+/// The data that is needed to send a flow's packets.
 #[derive(Clone, Copy)]
 pub struct Taken {
     /// Index of the egress IP.
@@ -45,7 +45,7 @@ pub struct Taken {
     pub account: u16,
 }
 
-/// Takes it from the flow of this key; `None` if the entry has become another flow's since it was looked up ([`checksum`](egress_common::hash::checksum)).
+/// Reads it from `flow`; `None` if the entry became another flow's since the lookup ([`checksum`](egress_common::hash::checksum)).
 #[inline(always)]
 pub fn taken<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<Taken> {
     let taken = Taken {
@@ -59,7 +59,7 @@ pub fn taken<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Option<Taken> {
     (check == peek(&flow.check)).then_some(taken)
 }
 
-/// Where replies with this 5-tuple go; `None` if the entry has become another flow's since it was looked up.
+/// Returns the destination of replies with this 5-tuple; `None` if the entry became another flow's since the lookup.
 #[inline(always)]
 pub fn target<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> Option<Target<F>> {
     let macs = [peek(&r.pod_mac), peek(&r.host_mac)];
@@ -67,7 +67,7 @@ pub fn target<F: Family>(key: &FlowKey<F>, r: &Reverse<F>) -> Option<Target<F>> 
     (Reverse::checksum(key, &to) == peek(&r.check)).then_some(to)
 }
 
-/// Reads a field exactly once: what is checked is what is used.
+/// Reads a field exactly once, so that the checked value is the one used.
 #[inline(always)]
 fn peek<T: Copy>(field: &T) -> T {
     // SAFETY: a reference is valid for reading.
@@ -99,14 +99,14 @@ pub fn remove<F: Family>(key: &FlowKey<F>, flow: &Flow, last: u32) {
     }
 }
 
-/// The later one of two ticks.
+/// Returns the later one of two ticks.
 #[inline(always)]
 pub fn later(one: u32, other: u32) -> u32 {
     if other.wrapping_sub(one) as i32 > 0 { other } else { one }
 }
 
-/// The host's firewall has let a packet of the flow pass: from now on its packets take the fast path, and its replies are
-/// delivered.
+/// Confirms a flow after the host's firewall has let one of its packets pass: from now on its
+/// packets take the fast path, and its replies are delivered.
 #[inline(always)]
 pub fn confirm<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
     flow.pending = 0;
@@ -120,7 +120,7 @@ pub fn confirm<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
 
 #[inline(always)]
 fn set_confirmed<F: Family>(reverse: *mut Reverse<F>) {
-    // SAFETY: a pointer into the map, and a single store of a field that may be a packet late.
+    // SAFETY: a pointer into the map, and a single store to a field that may lag by a packet.
     unsafe {
         let state = (&raw const (*reverse).state).read_volatile();
         if state & tcp::seen::CONFIRMED == 0 {
@@ -129,13 +129,13 @@ fn set_confirmed<F: Family>(reverse: *mut Reverse<F>) {
     }
 }
 
-/// The state of a reverse half whose flow waits for the host's firewall ([`Flow::pending`]), or does not.
+/// Returns the state of a new reverse half, which depends on whether its flow waits for the host's firewall ([`Flow::pending`]).
 #[inline(always)]
 pub fn reverse_state(pending: u8) -> u16 {
     if pending == 0 { tcp::seen::CONFIRMED } else { 0 }
 }
 
-/// Rebuilds the reverse half if it is missing. Called once a tick for a flow that sends. `false`: another flow has its place.
+/// Rebuilds the reverse half if it is missing. Called once a tick for a flow that sends. Returns `false` if another flow has its place.
 #[inline(always)]
 pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now: u32) -> bool {
     let Some(reverse) = reverse_key::<F>(key, flow) else { return true };
@@ -160,7 +160,7 @@ pub fn mend_reverse<F: Family>(pkt: &Packet, key: &FlowKey<F>, flow: &Flow, now:
     true
 }
 
-/// What a reply needs to find its way back to where this packet came from; the slot, the account and the check are filled in by the caller.
+/// Returns the reverse half that leads replies back to this packet's origin. The caller fills in the slot, the account and the check.
 #[inline(always)]
 pub fn reverse_value<F: Family>(
     pkt: &Packet,
@@ -209,7 +209,7 @@ pub fn enter<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), i32> {
     Ok(())
 }
 
-/// Tick of the last packet of either direction, and the reverse half's state; 0 where that half is gone.
+/// Returns the tick of the last packet in either direction, and the reverse half's state; 0 if that half is gone.
 #[inline(always)]
 pub fn last_seen<F: Family>(key: &FlowKey<F>, flow: &Flow) -> (u32, u16) {
     // SAFETY: read only.

@@ -1,4 +1,4 @@
-//! The gateway: sends packets of its egress IPs out, and replies back to the source node. It keeps no state of flows.
+//! The gateway: sends packets of its egress IPs out, and replies back to the source node. It keeps no flow state.
 
 use crate::{
     gateway::neighbor,
@@ -28,7 +28,7 @@ use egress_common::{
     verdict::{Counter, Verdict, purpose},
 };
 
-/// The node that the block of `port` (network byte order) of an egress IP is leased to; 0 for none.
+/// Returns the node that the block of `port` (network byte order) of an egress IP is leased to; 0 for none.
 #[inline(always)]
 pub fn lessee<C: Context>(pkt: &Packet<C>, egress: u32, port: u16) -> u32 {
     let Some(table) = LEASES.get(egress) else { return 0 };
@@ -37,7 +37,7 @@ pub fn lessee<C: Context>(pkt: &Packet<C>, egress: u32, port: u16) -> u32 {
     unsafe { *table.node.as_ptr().add(row) as u32 }
 }
 
-/// A translated packet that node number `from` sent through the tunnel, on its way out. A verdict's bits.
+/// Forwards a translated packet that node number `from` sent through the tunnel. Returns a verdict's bits.
 #[inline(always)]
 pub fn forward<F: Family>(pkt: &Packet, from: u32) -> u64 {
     let Some(source) = F::load(pkt, ETH_LEN + F::SRC) else {
@@ -71,12 +71,12 @@ pub fn leased<F: Family>(pkt: &Packet, egress: u32, e: &EgressIp, from: u32) -> 
     }
 }
 
-/// The port of the egress IP that a translated packet is from, network byte order; or why it is dropped.
+/// Returns the port of the egress IP that a translated packet comes from, network byte order; or the reason to drop the packet.
 #[inline(always)]
 pub fn own_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header) -> Result<u16, Counter> {
     match t.kind {
         Kind::Tcp | Kind::Udp | Kind::Query => Ok(t.src_port),
-        // About a packet that was sent to the egress IP. An echo reply has its identifier in place of a source port.
+        // The error is about a packet sent to the egress IP. An echo reply has its identifier in place of a source port.
         Kind::Error => match parse::embedded::<F, _>(pkt, ip.l4) {
             Some(inner) if inner.dst == ip.src => {
                 Ok(if inner.proto == F::ICMP { inner.src_port } else { inner.dst_port })
@@ -89,24 +89,24 @@ pub fn own_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header
     }
 }
 
-/// What [`inward`] returns for a packet that may be one of the node's own: no verdict has these bits.
+/// Result of [`inward`] for a packet that may be the node's own: no verdict has these bits.
 const ASK: u64 = u64::MAX;
-/// What it returns for a fragment.
+/// Result of [`inward`] for a fragment.
 const GATHER: u64 = u64::MAX - 1;
-/// What [`inward`] and [`to_source`] return for a packet that is for a pod of this node: no verdict has these bits.
+/// Result of [`inward`] and [`to_source`] for a packet to a pod of this node: no verdict has these bits.
 const DELIVER: u64 = u64::MAX - 2;
 
-/// What has been done with a packet before [`inward`] looks at it.
+/// Steps that a packet has already passed when [`inward`] looks at it.
 pub mod done {
-    /// If it is a fragment, it has been gathered with its first one.
+    /// If the packet is a fragment, it has been gathered with its first fragment.
     pub const GATHERED: u32 = 1;
-    /// It is not one of the node's own.
+    /// The packet is known not to be the node's own.
     pub const ASKED: u32 = 2;
 }
 
-/// A packet that arrived at an uplink: a reply for an egress IP, a question for it, or nothing of ours. A verdict's bits.
+/// Handles a packet at an uplink: a reply to an egress IP, a solicitation for it, or unrelated traffic. Returns a verdict's bits.
 ///
-/// The functions run in sequence, not nested: their variables do not fit the stack together.
+/// The functions run in sequence, not nested: their variables do not fit on the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet) -> u64 {
     let mut verdict = once::inward::<F>(pkt, 0);
@@ -132,14 +132,14 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
     delivered::<F>(pkt, verdict)
 }
 
-/// Carries out what [`inward`] or [`to_source`] returned: a packet for a pod of this node is delivered. This is not done there,
-/// or the verifier would check the delivery once more in each of them.
+/// Carries out the result of [`inward`] or [`to_source`]: delivers a packet for a pod of this node.
+/// The delivery is not part of them, because the verifier would check it once more in each of them.
 #[inline(always)]
 pub fn delivered<F: Family>(pkt: &Packet, verdict: u64) -> u64 {
     if verdict == DELIVER { deliver::reply::<F>(pkt, only::NOTHING) } else { verdict }
 }
 
-/// A verdict's bits, [`DELIVER`], or [`GATHER`] or [`ASK`] if that is to be done first.
+/// Does one step of [`reply`]. Returns a verdict's bits, [`DELIVER`], or [`GATHER`] or [`ASK`] if that step must come first.
 #[inline(always)]
 pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return unreadable::<F>(pkt).to_bits() };
@@ -149,7 +149,7 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     let (Some((egress, e)), Some(config)) = (egress::find(ip.dst), CONFIG.get(0)) else {
         return Verdict::Pass.to_bits();
     };
-    // Before the VLAN is gone: the fragment may enter again.
+    // Before the VLAN tag is removed: the fragment may enter again.
     if ip.part != Part::Whole && done & done::GATHERED == 0 {
         return GATHER;
     }
@@ -167,8 +167,8 @@ pub fn inward<F: Family>(pkt: &Packet, done: u32) -> u64 {
     hand_on::<F>(pkt, config, &ip, &t, egress, e, node, false)
 }
 
-/// A packet whose headers cannot be parsed as far as the transport header. The stack must not forward one for a floating egress IP: with a
-/// route to this node it would come back.
+/// Handles a packet whose headers cannot be parsed up to the transport header. The stack must not
+/// forward such a packet to a floating egress IP: with a route to this node it would come back.
 #[inline(always)]
 fn unreadable<F: Family>(pkt: &Packet) -> Verdict {
     let dst = F::load(pkt, ETH_LEN + F::SRC + size_of::<F>() as u32);
@@ -180,8 +180,8 @@ fn unreadable<F: Family>(pkt: &Packet) -> Verdict {
     }
 }
 
-/// Takes a packet for an egress IP out of its VLAN. A packet in another VLAN is left to the stack, which may have a
-/// device for it. An untagged one is dropped.
+/// Removes the VLAN tag of a packet for an egress IP. A packet in another VLAN is left to the
+/// stack, which may have a device for it. An untagged packet is dropped.
 #[inline(always)]
 pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     match pkt.vlan() {
@@ -193,8 +193,8 @@ pub fn vlan(pkt: &Packet, e: &EgressIp) -> Option<Verdict> {
     }
 }
 
-/// Sends a packet for an egress IP that has passed the shaper to the node that its port's block is leased to. A verdict's bits,
-/// or [`DELIVER`].
+/// Sends a packet for an egress IP that has passed the shaper to the node that its port's block is
+/// leased to. Returns a verdict's bits, or [`DELIVER`].
 #[inline(always)]
 pub fn to_source<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, egress: u32, e: &EgressIp) -> u64 {
     let t = datagram::transport::<F>(pkt, ip);
@@ -202,7 +202,7 @@ pub fn to_source<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, e
     hand_on::<F>(pkt, config, ip, &t, egress, e, node, true)
 }
 
-/// The node that the destination port's block of a packet from outside is leased to; 0 for none.
+/// Returns the node that the destination port's block of a packet from outside is leased to; 0 for none.
 #[inline(always)]
 pub fn lessee_of_reply<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header, egress: u32) -> u32 {
     match reply_port::<F, _>(pkt, ip, t) {
@@ -211,7 +211,7 @@ pub fn lessee_of_reply<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L
     }
 }
 
-/// `shaped`: it has passed the shaper. A verdict's bits, or [`DELIVER`].
+/// Sends a packet for an egress IP to the lessee. `shaped`: it has passed the shaper. Returns a verdict's bits, or [`DELIVER`].
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "a record of them would be copied to the stack")]
 fn hand_on<F: Family>(
@@ -243,7 +243,7 @@ fn hand_on<F: Family>(
     }
 }
 
-/// A packet for an egress IP at a port in no leased block: the answer to a probe, or nothing of ours.
+/// Handles a packet for an egress IP at a port in no leased block: the answer to a probe, or unrelated traffic.
 #[inline(always)]
 fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp, kind: Kind) -> Verdict {
     if probe::is::<F>(pkt)
@@ -251,7 +251,7 @@ fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp, kind: Kind) -> Verdict {
     {
         return Verdict::probe(index);
     }
-    // A node's own address has a stack behind it. A floating one has none: nothing may answer in its name.
+    // A node's own address has a stack behind it. A floating address has none: nothing may answer for it.
     match kind {
         _ if e.flags & flags::NODE_ADDRESS != 0 => Verdict::Pass,
         Kind::Orphan => Verdict::Drop(Counter::DropFragment),
@@ -259,7 +259,7 @@ fn nobodys<F: Family>(pkt: &Packet, e: &EgressIp, kind: Kind) -> Verdict {
     }
 }
 
-/// The port of the egress IP that a packet from outside is for, network byte order.
+/// Returns the port of the egress IP that a packet from outside is sent to, network byte order.
 #[inline(always)]
 fn reply_port<F: Family, C: Context>(pkt: &Packet<C>, ip: &Ip<F>, t: &L4Header) -> Option<u16> {
     match t.kind {

@@ -1,4 +1,4 @@
-//! The gateway: sends packets of its egress IPs out and replies back to the source node, without state of flows.
+//! The gateway: sends packets of its egress IPs out and replies back to the source node, without flow state.
 
 pub mod forward;
 pub mod native;

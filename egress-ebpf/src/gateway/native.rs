@@ -1,7 +1,7 @@
-//! A gateway's common case at the driver (XDP), before there is a socket buffer: translated packets out, replies back to their node.
+//! A gateway's common case in XDP, before there is a socket buffer: sends translated packets out, and replies back to their node.
 //!
-//! No decision here differs from those of the programs at TC: a frame is sent on only if they would certainly do the same. Everything else goes
-//! on to them unchanged, including what they drop.
+//! No decision here differs from those of the TC programs: a frame is sent on only if they would certainly do the same. All other
+//! frames go on to them unchanged, including those that they drop.
 
 use crate::{
     gateway::{forward, underlay},
@@ -35,38 +35,38 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// Why a frame is left to the programs at TC.
+/// The reason to leave a frame to the TC programs.
 enum Left {
     /// It does not concern an egress IP.
     NotOurs,
-    /// For this reason.
+    /// It concerns an egress IP; the counter gives the reason.
     For(Counter),
 }
 
-/// Where a frame comes from.
+/// The origin of a frame.
 enum From {
-    /// From the node that has the MAC address.
+    /// From the node with the frame's source MAC address.
     Link,
-    /// Through the tunnel, from the node that has the address.
+    /// Through the tunnel, from the node with this address.
     Tunnel(V6),
-    /// From outside, in that VLAN.
+    /// From outside, in this VLAN.
     Vlan(u32),
 }
 
-/// What becomes of a frame.
+/// The next step for a frame.
 enum Step {
     /// It has been sent.
     Sent(Verdict),
-    /// It goes to the node with that index; the second number distinguishes flows on the path. The last one is the length of the IP packet.
+    /// It goes to the node with this index. The second number distinguishes flows on the path; the third is the length of the IP packet.
     Reply(u32, u32, u32),
 }
 
-/// A frame as its interface receives it: a VLAN device, or the one with the driver.
+/// A frame as its interface receives it: a VLAN device, or the interface with the driver.
 struct Arrived {
     frame: Packet<Frame>,
     /// Its EtherType.
     protocol: u16,
-    /// The tag that it had at the card of the VLAN device; 0: none.
+    /// The tag that it had at the VLAN device's card; 0: none.
     tag: u32,
 }
 
@@ -77,7 +77,7 @@ struct Outgoing {
     tag: u32,
 }
 
-/// A frame at the driver of the underlay's interface: from another node or from outside, since one interface is often both.
+/// Handles a frame at the driver of the underlay's interface, from another node or from outside: one interface often serves both.
 #[inline(always)]
 pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
     let Some(config) = carrying() else { return Verdict::Pass };
@@ -96,7 +96,7 @@ pub fn from_nodes(pkt: &Packet<Frame>) -> Verdict {
     done(&pkt, config, step, taken, tag)
 }
 
-/// A frame at the driver of an uplink.
+/// Handles a frame at the driver of an uplink.
 #[inline(always)]
 pub fn from_outside(pkt: &Packet<Frame>) -> Verdict {
     let Some(config) = carrying() else { return Verdict::Pass };
@@ -116,14 +116,14 @@ pub fn from_outside(pkt: &Packet<Frame>) -> Verdict {
     done(&pkt, config, step, taken, tag)
 }
 
-/// The settings of a node that carries egress IPs.
+/// Returns the settings if this node carries egress IPs.
 #[inline(always)]
 fn carrying() -> Option<&'static DatapathConfig> {
     CONFIG.get(0).filter(|config| config.flags & config::flags::CARRIES != 0)
 }
 
-/// Takes a frame to the VLAN device that it is for, if there is one. `None` for one that does not carry an IP packet there, such as a
-/// frame with two tags.
+/// Moves a frame to the VLAN device that it is for, if there is one. Returns `None` for a frame
+/// that carries no IP packet there, such as one with two tags.
 #[inline(always)]
 fn arrived(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<Arrived> {
     match pkt.protocol() {
@@ -143,7 +143,7 @@ fn arrived(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<Arrived> {
     }
 }
 
-/// Carries out the step, and counts. `taken`: how many bytes were taken off in front. `tag`: the one of [`Arrived`].
+/// Carries out the step, and counts it. `taken`: the number of bytes removed in front. `tag`: the tag of [`Arrived`].
 #[inline(always)]
 fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, taken: i32, tag: u32) -> Verdict {
     let verdict = match step {
@@ -165,8 +165,7 @@ fn done(pkt: &Packet<Frame>, config: &DatapathConfig, step: Result<Step, Left>, 
     }
 }
 
-/// Leaves a frame to the programs at TC as it came: the bytes that were taken off are still there in front, and the tag of a VLAN device
-/// is put back.
+/// Leaves a frame to the TC programs as it arrived: the removed bytes are still there in front, and the tag of a VLAN device is put back.
 #[inline(always)]
 fn leave(pkt: &Packet<Frame>, taken: i32, tag: u32) -> Verdict {
     let front = if tag != 0 { taken + TAG_LEN } else { taken };
@@ -176,8 +175,8 @@ fn leave(pkt: &Packet<Frame>, taken: i32, tag: u32) -> Verdict {
     Verdict::Pass
 }
 
-/// Takes the outer headers off a translated packet. Returns where it comes from, and how many bytes were taken off. `None` for a tunnelled
-/// packet that is left to another program.
+/// Removes the outer headers of a translated packet. Returns the packet's origin and the number of
+/// bytes removed. Returns `None` for a tunnelled packet that is left to another program.
 #[inline(always)]
 fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(From, i32)> {
     if !F::may_be_tunnelled(pkt, config) {
@@ -193,8 +192,8 @@ fn unwrap<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig) -> Option<(Fr
     }
 }
 
-/// Takes a frame from outside for this node out of its VLAN, and returns the VLAN. Only the frame's beginning moves: its MAC addresses do
-/// not move with it. `None` for a priority tag.
+/// Removes the VLAN tag of a frame from outside for this node, and returns the VLAN. Only the frame's beginning
+/// moves: its MAC addresses do not move with it. Returns `None` for other frames, such as those with a priority tag.
 #[inline(always)]
 fn untag(pkt: &Packet<Frame>) -> Option<u32> {
     let (tag, protocol) = pkt.tag()?;
@@ -203,7 +202,7 @@ fn untag(pkt: &Packet<Frame>) -> Option<u32> {
     (usual && pkt.adjust_head(TAG_LEN)).then_some(vlan)
 }
 
-/// Whether a frame is for the MAC address of the interface on which it arrived.
+/// Returns whether a frame is addressed to the interface on which it arrived.
 #[inline(always)]
 fn is_for_us(pkt: &Packet<Frame>) -> bool {
     let (Some(here), Some(mac)) = (HERE.get_ptr_mut(0), pkt.read::<Mac>(0)) else { return false };
@@ -225,7 +224,7 @@ fn same(a: &Mac, b: &Mac) -> bool {
     (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) == 0
 }
 
-/// A packet that another node has translated, or one from outside.
+/// Handles a packet that another node has translated, or a packet from outside.
 #[inline(always)]
 fn either_way<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, from: &From) -> Result<Step, Left> {
     let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
@@ -254,7 +253,7 @@ fn outward<F: Family>(
     let Some(node) = NODES.get(lessee) else { return Err(Left::For(Counter::XdpRefused)) };
     let theirs = match from {
         From::Link => {
-            // Frames of several links arrive at one card.
+            // One card receives frames of several links.
             let on_its_link = config.flags & config::flags::VLANS == 0 || pkt.ifindex() == node.ifindex;
             let is_for_us = pkt.read::<Mac>(0).is_some_and(|mac| same(&mac, &node.macs[1]));
             on_its_link && is_for_us && underlay::sends(pkt, node)
@@ -278,8 +277,8 @@ fn outward<F: Family>(
     Ok(Step::Sent(verdict))
 }
 
-/// Sends a packet of this length to the next hop of its egress IP's own subnet, in the subnet's VLAN. The kernel does not know this
-/// neighbour, so it has none to confirm.
+/// Sends a packet of this length to the next hop of its egress IP's own subnet, in the subnet's
+/// VLAN. The kernel has no entry for this neighbour, so there is none to confirm.
 #[inline(always)]
 fn into_subnet(
     pkt: &Packet<Frame>,
@@ -301,8 +300,8 @@ fn is_address(node: &NodeEntry, address: &V6) -> bool {
     address.is(&node.addr)
 }
 
-/// Sends a packet from outside for an egress IP to the node that its port is leased to. `vlan`: the VLAN that it has been taken out of;
-/// 0: it has no tag.
+/// Sends a packet from outside for an egress IP to the node that its port is leased to. `vlan`: the
+/// VLAN whose tag has been removed; 0: the packet had no tag.
 #[inline(always)]
 fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, vlan: u32) -> Result<Step, Left> {
     let Ok(ip) = F::parse(pkt) else { return Err(Left::NotOurs) };
@@ -319,7 +318,7 @@ fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, vlan: u32) ->
     let length = usual(pkt, &ip)?;
     let t = parse::transport_header::<F, _>(pkt, ip.l4, ip.proto);
     let node = forward::lessee_of_reply::<F, _>(pkt, &ip, &t, egress);
-    // A tagged frame's address was looked at before the frame's beginning moved.
+    // The address of a tagged frame was checked before the frame's beginning moved.
     if node == 0 || vlan == 0 && !is_for_us(pkt) {
         return Err(Left::For(Counter::XdpRefused));
     }
@@ -329,11 +328,11 @@ fn inward<F: Family>(pkt: &Packet<Frame>, config: &DatapathConfig, vlan: u32) ->
     if e.queue != 0 {
         return Err(Left::For(Counter::XdpShaped));
     }
-    // As many bits as a verdict has room for: a flow's packets have one outer port, whichever program sends them.
+    // As many bits as a verdict has room for, so that a flow's packets have one outer port, whichever program sends them.
     Ok(Step::Reply(node, send::entropy((t.src_port, t.dst_port), ip.src) >> 16, length))
 }
 
-/// The length of a packet that has only its plain header, is no fragment, and lies in the frame as a whole.
+/// Returns the length of a packet that has only its plain header, is not a fragment, and lies entirely in the frame.
 #[inline(always)]
 fn usual<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>) -> Result<u32, Left> {
     match F::total_len(pkt) {
@@ -344,7 +343,7 @@ fn usual<F: Family>(pkt: &Packet<Frame>, ip: &Ip<F>) -> Result<u32, Left> {
     }
 }
 
-/// Prepares the redirection of an IP packet of this length to an interface for packets of at most `mtu`. The frame stays unchanged.
+/// Prepares the redirection of an IP packet of this length to an interface that takes at most `mtu` bytes. Leaves the frame unchanged.
 #[inline(always)]
 fn redirect(
     pkt: &Packet<Frame>,
@@ -363,7 +362,7 @@ fn redirect(
     }
 }
 
-/// Where frames to an interface are sent: for a VLAN device the card, which needs a tag.
+/// Returns where frames to an interface are sent: for a VLAN device, the card, with a tag.
 #[inline(always)]
 fn at_card(pkt: &Packet<Frame>, config: &DatapathConfig, ifindex: u32) -> VlanSide {
     let interface = VlanSide { ifindex, vlan: hidden(0, pkt.len()) };
@@ -374,7 +373,7 @@ fn at_card(pkt: &Packet<Frame>, config: &DatapathConfig, ifindex: u32) -> VlanSi
     unsafe { VLANS.get(interface) }.copied().unwrap_or(interface)
 }
 
-/// Puts tag and MAC addresses into a frame that is sent.
+/// Writes the tag and the MAC addresses of an outgoing frame.
 #[inline(always)]
 fn addressed(pkt: &Packet<Frame>, out: Outgoing, macs: &[u32; 3]) -> Result<Verdict, Left> {
     if out.tag != 0 && !pkt.adjust_head(-TAG_LEN) {
@@ -387,7 +386,7 @@ fn addressed(pkt: &Packet<Frame>, out: Outgoing, macs: &[u32; 3]) -> Result<Verd
     }
 }
 
-/// Sends a reply to the node whose pod it is for.
+/// Sends a reply to its pod's node.
 #[inline(always)]
 fn reply(pkt: &Packet<Frame>, config: &DatapathConfig, index: u32, entropy: u32, length: u32) -> Result<Verdict, Left> {
     let Some(node) = NODES.get(index) else { return Err(Left::For(Counter::XdpRefused)) };
@@ -407,7 +406,7 @@ fn reply(pkt: &Packet<Frame>, config: &DatapathConfig, index: u32, entropy: u32,
     Ok(verdict)
 }
 
-/// Sends a frame in outer headers.
+/// Encapsulates a frame and sends it.
 #[inline(always)]
 fn wrap(
     pkt: &Packet<Frame>,
@@ -435,6 +434,6 @@ fn wrap(
     if outer.write(pkt, ipv4).and(pkt.write(ETH_LEN - 2, family)).is_none() {
         return Ok(Verdict::Drop(Counter::DropRedirect));
     }
-    // The frame has changed: it cannot be left any more.
+    // The frame has changed: it can no longer be left to the TC programs.
     Ok(addressed(pkt, outgoing, out.macs).unwrap_or(Verdict::Drop(Counter::DropRedirect)))
 }

@@ -1,4 +1,4 @@
-//! ARP and NDP for floating egress IPs: the datapath of the carrier whose turn it is answers while its agent is alive.
+//! ARP and NDP for floating egress IPs: the datapath of the carrier that is to answer does so while its agent is alive.
 
 use crate::{
     headers::{
@@ -77,8 +77,8 @@ fn answer(e: &EgressIp, pkt: &Packet) -> NeighborAnswer {
 /// then MAC address (3 words) and address (2 words) of sender and target.
 type Arp = [u16; 14];
 
-/// An ARP packet at an uplink. A verdict's bits, returned by a function of its own so that its variables take no stack from
-/// the functions for other packets.
+/// Handles an ARP packet at an uplink. Returns a verdict's bits. It is a separate function, so that
+/// its variables take no stack from the functions for other packets.
 #[inline(never)]
 pub fn arp(pkt: &Packet) -> u64 {
     asked(pkt).to_bits()
@@ -88,7 +88,7 @@ pub fn arp(pkt: &Packet) -> u64 {
 fn asked(pkt: &Packet) -> Verdict {
     let Some(q) = pkt.read_header::<Arp>(ETH_LEN) else { return Verdict::Pass };
     let [hardware, protocol, lengths, operation, m0, m1, m2, s0, s1, _, _, _, t0, t1] = q;
-    // A gratuitous request (sender = target) announces; it asks nothing.
+    // A gratuitous request (sender = target) is an announcement, not a question.
     if (s0, s1) == (t0, t1) {
         return Verdict::Pass;
     }
@@ -111,7 +111,7 @@ fn asked(pkt: &Packet) -> Verdict {
     pkt.redirect(pkt.ifindex())
 }
 
-/// Notes the MAC address of the next hop of an egress IP's subnet, if the next hop itself announces it, in the right VLAN.
+/// Records the MAC address of the next hop of an egress IP's subnet, if the next hop itself announces it, in the right VLAN.
 #[inline(always)]
 fn learn(pkt: &Packet, egress: u32, e: &EgressIp, who: &V6, mac: Mac) {
     let Some(hop) = NEXT_HOPS.get_ptr_mut(egress) else { return };
@@ -126,8 +126,8 @@ fn learn(pkt: &Packet, egress: u32, e: &EgressIp, who: &V6, mac: Mac) {
     }
 }
 
-/// Notes what a neighbor advertisement for an egress IP says about its subnet's next hop. Returns whether the packet
-/// was one. The packet has been taken out of its VLAN.
+/// Records the next hop of an egress IP's subnet from a neighbor advertisement. Returns whether the
+/// packet was an advertisement. Its VLAN tag has already been removed.
 #[inline(always)]
 pub fn learn_advertised<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, e: &EgressIp) -> bool {
     if F::VERSION != 6 || ip.proto != proto::ICMPV6 || ip.hop_limit != 255 || ip.l4 != L4 {
@@ -151,7 +151,7 @@ pub fn learn_advertised<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, e: &Eg
     true
 }
 
-/// Whether the packet is a neighbor solicitation (RFC 4861, section 7.1.1).
+/// Returns whether the packet is a neighbor solicitation (RFC 4861, section 7.1.1).
 #[inline(always)]
 pub fn is_solicitation<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
     F::VERSION == 6
@@ -161,7 +161,7 @@ pub fn is_solicitation<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
         && pkt.load::<u8>(L4) == Some(SOLICITATION)
 }
 
-/// A neighbor solicitation at an uplink.
+/// Handles a neighbor solicitation at an uplink.
 #[inline(always)]
 pub fn solicitation(pkt: &Packet) -> Verdict {
     let Some(target) = pkt.read_v6(L4 + 8) else { return Verdict::Pass };

@@ -11,8 +11,8 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// Handles a packet from the shaper. Returns what [`forward::delivered`] takes. A function of its own: the variables of several do
-/// not fit the stack.
+/// Handles a packet from the shaper. Returns the argument for [`forward::delivered`]. It is a
+/// separate function, because the variables of several do not fit on the stack.
 #[inline(never)]
 pub fn leave<F: Family>(pkt: &Packet) -> u64 {
     let Some(mac) = pkt.read::<Mac>(0) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
@@ -37,7 +37,7 @@ fn leave_inwards<F: Family>(pkt: &Packet) -> u64 {
     forward::to_source::<F>(pkt, config, &ip, egress, e)
 }
 
-/// What came out of the shaper, by its EtherType.
+/// Handles a packet that came out of the shaper, by its EtherType.
 #[inline(always)]
 pub fn receive(pkt: &Packet) -> u64 {
     match pkt.protocol() {

@@ -1,4 +1,4 @@
-//! Packets that came through the tunnel, by its device or past it.
+//! Packets that came through the tunnel, with or without its device.
 
 use crate::{
     gateway::forward,
@@ -12,7 +12,7 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// A packet came out of the tunnel device. A verdict's bits.
+/// Handles a packet that came out of the tunnel device. Returns a verdict's bits.
 #[inline(always)]
 pub fn receive(pkt: &Packet) -> u64 {
     let Some((outer, vni)) = get_key(pkt) else { return Verdict::Drop(Counter::DropStranger).to_bits() };
@@ -22,7 +22,7 @@ pub fn receive(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet that node number `from` sent through the tunnel, without its outer header. A verdict's bits.
+/// Handles a packet that node number `from` sent through the tunnel, without its outer header. Returns a verdict's bits.
 #[inline(always)]
 pub fn arrived(pkt: &Packet, vni: u32, from: u32) -> u64 {
     match (vni, pkt.protocol()) {

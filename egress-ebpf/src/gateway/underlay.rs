@@ -1,5 +1,5 @@
-//! The underlay's interface: tunnelled packets that bypass the tunnel device, and packets of `direct`. Anything else is
-//! treated as at an uplink, since one interface is often both.
+//! The underlay's interface: tunnelled packets that bypass the tunnel device, and packets of
+//! `direct`. All other packets are treated as at an uplink, because one interface is often both.
 
 use crate::{
     gateway::{forward, tunnelled},
@@ -25,14 +25,14 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// What [`unwrap`] returns for a tunnelled packet that is left to the stack.
+/// Result of [`unwrap`] for a tunnelled packet that is left to the stack.
 const LEFT: u64 = OTHER - 1;
-/// What [`unwrap`] returns for a tunnelled packet from an address of no node.
+/// Result of [`unwrap`] for a tunnelled packet from an address that is not a node's.
 const STRANGER: u64 = OTHER - 2;
 
-/// A packet at the underlay's interface. A reply over `direct` is one for this node's own port block, as at an uplink.
+/// Handles a packet at the underlay's interface. A reply over `direct` is a packet for this node's own port block, as at an uplink.
 ///
-/// The functions run in sequence, not nested: their variables do not fit the stack together.
+/// The functions run in sequence, not nested: their variables do not fit on the stack together.
 #[inline(always)]
 pub fn receive<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -44,8 +44,8 @@ pub fn receive<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet without outer headers. A node that carries nothing first looks for a flow of one of its pods: this one look-up
-/// settles nearly all packets.
+/// Handles a packet without outer headers. A node that carries nothing first looks for a flow of
+/// one of its pods: this one lookup settles nearly all packets.
 #[inline(always)]
 fn plain<F: Family>(pkt: &Packet, config: &DatapathConfig) -> u64 {
     if config.flags & config::flags::CARRIES == 0 {
@@ -60,8 +60,8 @@ fn plain<F: Family>(pkt: &Packet, config: &DatapathConfig) -> u64 {
     }
 }
 
-/// Takes the outer headers off a tunnelled packet. Returns its network identifier in the lower half, and the node that it
-/// comes from in the upper one.
+/// Removes the outer headers of a tunnelled packet. Returns its network identifier in the lower
+/// half, and its source node in the upper half.
 #[inline(never)]
 fn unwrap<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return LEFT };
@@ -75,7 +75,7 @@ fn unwrap<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A translated packet that another node sent to this one's MAC address; [`OTHER`] for anything else.
+/// Handles a translated packet that another node sent to this node's MAC address. Returns [`OTHER`] for anything else.
 #[inline(always)]
 pub fn outward<F: Family>(pkt: &Packet) -> u64 {
     sent_here::<F>(pkt).unwrap_or(OTHER)
@@ -83,14 +83,14 @@ pub fn outward<F: Family>(pkt: &Packet) -> u64 {
 
 #[inline(always)]
 fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
-    // No node tags what it sends: the frame is of another network.
+    // Nodes send no tagged frames: this one belongs to another network.
     if pkt.vlan() != 0 {
         return None;
     }
     let src = F::load(pkt, ETH_LEN + F::SRC)?;
     let (egress, e) = egress::find(src)?;
     let from = sender::<F>(pkt, egress)?;
-    // The gateway sends it out, and this node is its next hop: the exit lets it go by.
+    // The gateway sends the packet out with this node as its next hop: the exit lets it pass.
     if from == e.gateway && e.flags & flags::CARRIED == 0 {
         pkt.note(note::SENT);
         return None;
@@ -100,17 +100,17 @@ fn sent_here<F: Family>(pkt: &Packet) -> Option<u64> {
         return if own { None } else { Some(Verdict::Drop(Counter::DropNotOwner).to_bits()) };
     }
     let verdict = match forward::leased::<F>(pkt, egress, e, from) {
-        // No port of a flow is that low.
+        // No flow has a port that low.
         Verdict::Drop(Counter::DropNotLeased) if probe::is::<F>(pkt) => Verdict::probe(from),
         verdict => verdict,
     };
     Some(verdict.to_bits())
 }
 
-/// The node that a translated packet comes from.
+/// Returns the node that a translated packet comes from.
 ///
-/// Usually it is the node that the port is leased to, if the port is at its usual offset: comparing with that node is cheaper than
-/// looking the MAC address up.
+/// Usually it is the node that the port is leased to, if the port is at its usual offset: comparing
+/// with that node is cheaper than looking up the MAC address.
 #[inline(always)]
 fn sender<F: Family>(pkt: &Packet, egress: u32) -> Option<u32> {
     let port = pkt.read::<u16>(ETH_LEN + F::HEADER).unwrap_or(0);
@@ -118,20 +118,20 @@ fn sender<F: Family>(pkt: &Packet, egress: u32) -> Option<u32> {
     if is_at(pkt, likely) { Some(likely) } else { nodes::link_node(pkt) }
 }
 
-/// Whether the frame comes from the MAC address of node number `index`. No two nodes share one: an address that two of them
-/// report is entered for neither.
+/// Returns whether the frame comes from the MAC address of node number `index`. No two nodes share
+/// an address: one that two nodes report is entered for neither.
 #[inline(always)]
 fn is_at(pkt: &Packet, index: u32) -> bool {
     NODES.get(index).is_some_and(|node| sends(pkt, node))
 }
 
-/// Whether the frame comes from the MAC address of the node.
+/// Returns whether the frame comes from the MAC address of the node.
 #[inline(always)]
 pub fn sends<C: Context>(pkt: &Packet<C>, node: &NodeEntry) -> bool {
     let Some(from) = pkt.read::<Mac>(6) else { return false };
     let [theirs, _] = node.macs;
     let differs = (from[0] ^ theirs[0]) | (from[1] ^ theirs[1]) | (from[2] ^ theirs[2]);
-    // It is zero for a node that shares no link with this one, and for no node.
+    // The address is zero for a node that shares no link with this one, and in an empty entry.
     differs == 0 && from[0] | from[1] | from[2] != 0
 }
 

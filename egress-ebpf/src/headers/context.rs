@@ -1,4 +1,4 @@
-//! The kernel's contexts of packets at different hooks, and how reading through them differs.
+//! The kernel's packet contexts at different hooks, and the different ways to read through them.
 
 use aya_ebpf::{
     bindings::{__sk_buff, xdp_md},
@@ -6,8 +6,8 @@ use aya_ebpf::{
 };
 use core::ffi::c_void;
 
-/// Reads a field of a context. Volatile, or LLVM merges reads of two fields into one through a computed address, which
-/// the verifier refuses.
+/// Reads a field of a context. The read is volatile: otherwise LLVM merges reads of two fields into
+/// one through a computed address, which the verifier refuses.
 macro_rules! field {
     ($context:expr, $field:ident) => {
         // SAFETY: the context pointer is valid while the program runs.
@@ -19,18 +19,18 @@ pub(super) use field;
 /// The kernel's context of a packet at one kind of hook. All code that serves every hook is generic over it
 /// ([`Packet`](super::packet::Packet)).
 pub trait Context: Copy {
-    /// Whether so much follows the parsing of a packet that the verifier should know little of the result ([`hidden`](super::hidden)).
+    /// Whether so much code follows the parsing of a packet that the result should be hidden from the verifier ([`hidden`](super::hidden)).
     const MANY_PATHS: bool;
 
-    /// Where the bytes begin that can be read directly.
+    /// Returns the start of the bytes that can be read directly.
     fn data(self) -> usize;
-    /// Where they end.
+    /// Returns the end of those bytes.
     fn data_end(self) -> usize;
-    /// Length of the frame.
+    /// Returns the length of the frame.
     fn len(self) -> u32;
-    /// Index of the interface whose hook this is; of a frame that has been taken out of its VLAN, that of the VLAN device.
+    /// Returns the index of the interface whose hook this is; for a frame whose VLAN tag was removed, that of the VLAN device.
     fn ifindex(self) -> u32;
-    /// The kernel's pointer, for helpers that take any context.
+    /// Returns the kernel's pointer, for helpers that take any context.
     fn raw(self) -> *mut c_void;
     /// Ensures that the first `len` bytes can be read directly.
     fn pull(self, len: u32) -> bool;
@@ -38,9 +38,9 @@ pub trait Context: Copy {
     ///
     /// # Safety
     ///
-    /// There is room for them at `to`.
+    /// `to` has room for `len` bytes.
     unsafe fn load(self, offset: u32, to: *mut c_void, len: u32) -> bool;
-    /// The packet at a TC hook, for functions that read bytes wherever they lie.
+    /// Returns the packet at a TC hook, for functions that read bytes at any position.
     fn skb(self) -> Option<*mut __sk_buff>;
 }
 
@@ -49,7 +49,7 @@ pub trait Context: Copy {
 pub struct Skb(pub(super) *mut __sk_buff);
 
 impl Skb {
-    /// How many packets a merged one stands for; 1 for a single packet.
+    /// Returns how many packets a merged packet stands for; 1 for a single packet.
     #[inline(always)]
     pub fn segments(self) -> u32 {
         field!(self.0, gso_segs).max(1)
@@ -102,7 +102,7 @@ impl Context for Skb {
     }
 }
 
-/// A frame at an XDP hook. Only headers at their usual offsets are read; a frame with anything else is left to the programs at TC.
+/// A frame at an XDP hook. Only headers at their usual offsets are read; any other frame is left to the TC programs.
 #[derive(Clone, Copy)]
 pub struct Frame {
     pub(super) raw: *mut xdp_md,

@@ -1,4 +1,4 @@
-//! What headers say: protocols, offsets, and the fields that the programs use.
+//! Header contents: protocols, offsets, and the fields that the programs use.
 
 use crate::headers::hidden::hidden;
 use egress_common::tcp;
@@ -22,7 +22,7 @@ pub mod at {
     pub const SRC_PORT: u32 = offset_of!(TcpHdr, source) as u32;
     pub const DST_PORT: u32 = offset_of!(TcpHdr, dest) as u32;
     pub const TCP_SEQ: u32 = offset_of!(TcpHdr, seq) as u32;
-    /// The byte whose upper half is the length of the header in words, and the flags behind it (RFC 9293, section 3.1).
+    /// The byte whose upper half is the header's length in words; the flags follow it (RFC 9293, section 3.1).
     pub const TCP_LENGTH: u32 = offset_of!(TcpHdr, window) as u32 - 2;
     pub const TCP_FLAGS: u32 = TCP_LENGTH + 1;
     pub const TCP_CHECK: u32 = offset_of!(TcpHdr, check) as u32;
@@ -38,7 +38,7 @@ pub mod at {
     const _: () = assert!(SRC_PORT == offset_of!(UdpHdr, src) as u32 && DST_PORT == offset_of!(UdpHdr, dst) as u32);
 }
 
-/// Where a packet stands in a fragmented datagram.
+/// The position of a packet in a fragmented datagram.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Part {
@@ -59,12 +59,12 @@ pub struct Ip<A> {
     /// Identification of the datagram, network byte order.
     pub id: u32,
     pub hop_limit: u32,
-    /// It must not be fragmented on the path.
+    /// The packet must not be fragmented on the path.
     pub whole_only: bool,
 }
 
 impl<A> Ip<A> {
-    /// The same, with what differs between packets of one kind and another [`hidden`].
+    /// Returns the same fields, with those that depend on the kind of packet [`hidden`].
     #[inline(always)]
     pub fn hidden(self, unknown: u32) -> Self {
         Self {
@@ -76,7 +76,7 @@ impl<A> Ip<A> {
     }
 }
 
-/// What the transport header says the packet is.
+/// The kind of a packet according to its transport header.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Kind {
@@ -88,7 +88,7 @@ pub enum Kind {
     Answer,
     /// An ICMP error about another packet.
     Error,
-    /// A fragment whose first one was not seen.
+    /// A fragment whose first fragment was not seen.
     Orphan,
     /// A protocol that has no ports, or whose checksum or ports cannot be translated.
     Other,
@@ -111,7 +111,7 @@ pub struct L4Header {
 }
 
 impl L4Header {
-    /// The same, with what differs between packets of one kind and another [`hidden`].
+    /// Returns the same fields, with those that depend on the kind of packet [`hidden`].
     #[inline(always)]
     pub fn hidden(self, unknown: u32) -> Self {
         Self {
@@ -122,26 +122,26 @@ impl L4Header {
         }
     }
 
-    /// One of this kind, without ports.
+    /// Returns a header of this kind, without ports.
     #[inline(always)]
     pub const fn of(kind: Kind) -> Self {
         Self { kind, src_port: 0, dst_port: 0, flags: 0, ack: 0 }
     }
 
-    /// Whether it has ports, or an identifier in their place.
+    /// Returns whether it has ports, or an identifier in their place.
     #[inline(always)]
     pub fn has_ports(&self) -> bool {
         matches!(self.kind, Kind::Tcp | Kind::Udp | Kind::Query | Kind::Answer)
     }
 
-    /// Whether this segment opens a connection.
+    /// Returns whether this segment opens a connection.
     #[inline(always)]
     pub fn opens(&self) -> bool {
         self.kind == Kind::Tcp && self.flags & (tcp::flag::SYN | tcp::flag::ACK) == tcp::flag::SYN
     }
 }
 
-/// The packet inside of an ICMP error, as far as it is quoted.
+/// The packet that an ICMP error quotes, as far as it is quoted.
 #[derive(Clone, Copy)]
 pub struct Embedded<A> {
     pub src: A,
@@ -155,7 +155,7 @@ pub struct Embedded<A> {
     pub l4: u32,
 }
 
-/// Offset of the checksum in the transport header.
+/// Returns the offset of the checksum in the transport header.
 #[inline(always)]
 pub fn checksum_offset(protocol: u32) -> u32 {
     match protocol {

@@ -1,4 +1,4 @@
-//! What can be read and written only at an XDP hook: where a frame begins, and its VLAN tag, which is among its bytes there.
+//! Access that only an XDP hook offers: to the beginning of a frame, and to its VLAN tag, which is among its bytes there.
 
 use crate::headers::{
     context::{Frame, field},
@@ -12,27 +12,27 @@ pub const TAG_LEN: i32 = 4;
 pub const VLAN_BITS: u32 = 0xfff;
 
 impl Packet<Frame> {
-    /// The frame of a program's context.
+    /// Returns the frame of a program's context.
     #[inline(always)]
     pub fn of_frame(ctx: &XdpContext) -> Self {
         Self { context: Frame { raw: ctx.ctx, ifindex: field!(ctx.ctx, ingress_ifindex) } }
     }
 
-    /// EtherType, network byte order.
+    /// Returns the EtherType, network byte order.
     #[inline(always)]
     pub fn protocol(&self) -> u16 {
         self.read::<u16>(ETH_LEN - 2).unwrap_or(0)
     }
 
-    /// Moves the beginning of the frame: towards its end (positive) or its front. Bytes that were in front are still there when it
-    /// moves back.
+    /// Moves the beginning of the frame: towards its end (positive) or its front (negative). Bytes
+    /// in front of the frame survive until it moves back.
     #[inline(always)]
     pub fn adjust_head(&self, bytes: i32) -> bool {
         // SAFETY: the helper checks that there is room.
         unsafe { bpf_xdp_adjust_head(self.context.raw, bytes) == 0 }
     }
 
-    /// The tag of a frame whose EtherType says that it has one, and the EtherType inside.
+    /// Returns the tag of a frame whose EtherType announces one, and the EtherType inside.
     #[inline(always)]
     pub fn tag(&self) -> Option<(u32, u16)> {
         let [tag, protocol] = self.read::<[u16; 2]>(ETH_LEN)?;
@@ -45,7 +45,7 @@ impl Packet<Frame> {
         self.write(ETH_LEN - 2, [VLAN, (tag as u16).to_be()])
     }
 
-    /// Takes the tag out of the frame, which then is one of a VLAN device.
+    /// Removes the tag from the frame, which then belongs to a VLAN device.
     #[inline(always)]
     pub fn enter(&self, device: u32) -> Option<Self> {
         let macs = self.read::<[u32; 3]>(0)?;

@@ -1,16 +1,16 @@
-//! Values that the verifier is to know nothing about.
+//! Hides values from the verifier.
 //!
-//! The verifier follows each path through a program with what it knows of every value there, and joins two paths where it knows the same.
-//! A parser leaves it with a path for each combination of constants: protocols, offsets, ports that are 0. Where these are hidden, one path
-//! goes on. It pays where few questions follow: each splits the path again, also those that a constant had answered.
+//! The verifier follows each path through a program with its knowledge of every value, and merges two paths if the knowledge is equal.
+//! A parser leaves it with a path for each combination of constants: protocols, offsets, ports that are 0. If these are hidden, one
+//! path goes on. It pays where few branches follow: each splits the path again, even one that a constant would have decided.
 
-/// `word`, four bytes, as they are. `unknown` is any number that the verifier does not know.
+/// Returns `word`, four bytes, unchanged. `unknown` is any number that the verifier does not know.
 #[inline(always)]
 pub fn hidden<T: Copy>(word: T, unknown: u32) -> T {
     const { assert!(size_of::<T>() == size_of::<u32>()) };
-    // SAFETY: of the same size, and every pattern is a number.
+    // SAFETY: the sizes are equal, and every bit pattern is a number.
     let mut number = unsafe { core::mem::transmute_copy::<T, u32>(&word) } as u64;
-    // In assembly, or LLVM would see that nothing changes.
+    // In assembly: otherwise LLVM would see that nothing changes.
     // SAFETY: arithmetic in registers.
     unsafe {
         core::arch::asm!(

@@ -1,4 +1,4 @@
-//! What differs between the headers of IPv4 and IPv6. Everything else is written once, over this trait.
+//! The differences between the headers of IPv4 and IPv6. Everything else is written once, over this trait.
 
 use crate::headers::{
     context::Context,
@@ -42,23 +42,23 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     /// Offset in its header of the protocol, or of the next header's type.
     const PROTOCOL: u32;
 
-    /// A copy of an address in a map. Word by word, or LLVM makes a call to memmove (see [`from_any`](Self::from_any)).
+    /// Copies an address from a map. Word by word: otherwise LLVM calls memmove (see [`from_any`](Self::from_any)).
     fn copied(from: &Self) -> Self;
-    /// Length of the IP packet as its header says.
+    /// Returns the length of the IP packet according to its header.
     fn total_len<C: Context>(pkt: &Packet<C>) -> Option<u32>;
-    /// The address at an offset of the packet.
+    /// Returns the address at an offset of the packet.
     fn load<C: Context>(pkt: &Packet<C>, at: u32) -> Option<Self>;
     /// Overwrites the address at an offset of the packet.
     fn store(self, pkt: &Packet, at: u32) -> Option<()>;
-    /// The last four bytes of an address.
+    /// Returns the last four bytes of an address.
     fn last_word(self) -> u32;
-    /// The address held in the common form of `EGRESS_IPS`.
+    /// Returns the address held in the common form of `EGRESS_IPS`.
     fn from_any(words: &V6) -> Self;
-    /// Whether this is the address held in that form.
+    /// Returns whether this is the address held in that form.
     fn is(self, words: &V6) -> bool;
-    /// This node's address by which other nodes know it; zeroes for none.
+    /// Returns the address by which other nodes know this node; zeroes for none.
     fn own(config: &DatapathConfig) -> Self;
-    /// Destinations that no policy ever touches: multicast, broadcast, link-local, loopback, unspecified.
+    /// Returns whether no policy ever applies to a destination: multicast, broadcast, link-local, loopback, unspecified.
     fn never_leaves(dst: Self) -> bool;
     /// Reads the header of the packet.
     fn parse<C: Context>(pkt: &Packet<C>) -> Result<Ip<Self>, Malformed>;
@@ -71,7 +71,7 @@ pub trait Header: Copy + PartialEq + AsRef<[u32]> + Words + 'static {
     fn write_address(pkt: &Packet, at: u32, old: Self, new: Self, hop: bool) -> Option<()>;
     /// Overwrites the address at `at` in the quoted header at `l3`, and updates the quoting ICMP checksum at `check`.
     fn quote_address(pkt: &Packet, l3: u32, at: u32, check: u32, old: Self, new: Self) -> Option<()>;
-    /// The transport checksum `check` after an address of its pseudo-header changed.
+    /// Returns the transport checksum `check` after an address of its pseudo-header changed.
     fn update_checksum(check: u16, old: Self, new: Self) -> u16;
 }
 
@@ -179,13 +179,13 @@ impl Header for V4 {
     }
 }
 
-/// The fields of a packet's header, on one path for the verifier where that pays.
+/// Returns the fields of a packet's header, on one path for the verifier where that pays.
 #[inline(always)]
 fn joined<A, C: Context>(pkt: &Packet<C>, ip: Ip<A>) -> Ip<A> {
     if C::MANY_PATHS { ip.hidden(pkt.len()) } else { ip }
 }
 
-/// The fields of an IPv4 header that starts at `l3`.
+/// Returns the fields of an IPv4 header that starts at `l3`.
 #[inline(always)]
 fn v4_header(h: [u32; 5], l3: u32) -> Result<Ip<V4>, Malformed> {
     let first = u32::from_be(h[0]);
@@ -249,8 +249,7 @@ impl Header for V6 {
 
     #[inline(always)]
     fn from_any(words: &V6) -> V6 {
-        // Word by word, or LLVM makes a call to memmove, which compares pointers: the verifier refuses that without
-        // CAP_PERFMON.
+        // Word by word: otherwise LLVM calls memmove, which compares pointers: the verifier refuses that without CAP_PERFMON.
         // SAFETY: a reference is valid for reading.
         unsafe {
             [
@@ -329,7 +328,7 @@ impl Header for V6 {
     }
 }
 
-/// The fields of an IPv6 header that starts at `l3`, with its extension headers walked (RFC 8200, section 4).
+/// Returns the fields of an IPv6 header that starts at `l3`, with its extension headers walked (RFC 8200, section 4).
 #[inline(always)]
 fn v6_header<C: Context>(pkt: &Packet<C>, h: [u32; 10], l3: u32) -> Result<Ip<V6>, Malformed> {
     if u32::from_be(h[0]) >> 28 != 6 {
@@ -377,9 +376,9 @@ fn walk_extensions<C: Context>(pkt: &Packet<C>, ip: &mut Ip<V6>) -> Result<(), M
     Ok(())
 }
 
-/// Walks hop-by-hop (0), routing (43), fragment (44) and destination options (60) headers from `l4` on, where a header of
-/// type `next` lies. The result in one register: bits 48 up hold 8 plus the length of what was walked, 16 up the
-/// identification, 8 up the part (0 whole, 1 first, 2 later), 0 up the protocol; 0 if the headers are malformed.
+/// Walks hop-by-hop (0), routing (43), fragment (44) and destination options (60) headers from `l4` on, where a header
+/// of type `next` lies. Returns the result in one register: bits 48 up hold 8 plus the length of the walked headers, 16
+/// up the identification, 8 up the part (0 whole, 1 first, 2 later), 0 up the protocol; 0 if the headers are malformed.
 ///
 /// A global function, which the verifier checks once instead of on each path that leads to it.
 #[unsafe(no_mangle)]

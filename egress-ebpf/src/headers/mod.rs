@@ -1,4 +1,4 @@
-//! Bytes of packets: reading and writing them, their headers, what a program notes in them. Knows no table.
+//! Packet bytes: reading and writing them, their headers, and the notes of the programs. Uses no tables.
 
 pub mod context;
 pub mod fields;

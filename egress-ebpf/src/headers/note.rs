@@ -1,6 +1,6 @@
-//! Notes (see [`Packet::note`]): what the programs of this node know about a packet while the stack, or another program, has it. No
-//! socket and no netfilter rule can set one; the kernel copies it to fragments and segments. Packets that arrive on a pod's
-//! interface, or from outside of the node, lose the note that they came with.
+//! Notes (see [`Packet::note`]): knowledge about a packet that this node's programs keep in it while the stack, or
+//! another program, has it. No socket and no netfilter rule can set a note; the kernel copies it to fragments and
+//! segments. Packets that arrive on a pod's interface, or from outside the node, lose the note that they carry.
 
 use crate::headers::packet::Packet;
 use egress_common::{
@@ -19,33 +19,33 @@ pub const DELIVERED: u32 = 0x5350;
 pub const COPY: u32 = 0x8000;
 /// A copy for the connections that the node masquerades, not for its sockets.
 pub const COPY_TO_FORWARD: u32 = 0x2000;
-/// The bits of copies. They have none in common with the others.
+/// The bits of copies, which no other note has.
 pub const COPIES: u32 = COPY | COPY_TO_FORWARD;
-/// A pod of this node sent it, and it has passed the gate; nothing of it is ours.
+/// A pod of this node sent the packet, and it has passed the gate; our programs leave it alone.
 pub const POD: u32 = 0x5352;
 /// Left to the stack by `pod_egress`, to be translated at the exit.
 pub const ASKED: u32 = 0x5353;
-/// Sent by a program of ours: the exit lets it pass.
+/// Sent by one of our programs: the exit lets it pass.
 pub const SENT: u32 = 0x5354;
-/// As [`POD`], to the API server's Service: no policy touches what NAT makes of it.
+/// As [`POD`], to the API server's Service: no policy applies to the result of its NAT.
 pub const FREE: u32 = 0x5355;
-/// As [`POD`], with the class of the pod in the lower bits: the packet may open something, and has been left to the stack because no
-/// policy matches its destination.
+/// As [`POD`], with the class of the pod in the lower bits: the packet may open a flow, and was
+/// left to the stack because no policy matches its destination.
 const CLASS: u32 = 0x1000;
 
 const _: () =
     assert!((DELIVERED | POD | ASKED | SENT | FREE | CLASS) & COPIES == 0 && (DELIVERED ^ CLASS) & !(CLASS - 1) != 0);
 const _: () = assert!(MAX_CLASSES <= CLASS as usize);
 
-/// The note for a packet of a pod of this class.
+/// Returns the note for a packet of a pod of this class.
 #[inline(always)]
 pub fn of_class(class: u32) -> u32 {
     CLASS | class & (CLASS - 1)
 }
 
 impl Packet {
-    /// Leaves a note in the packet for the programs that see it next. The field is one that only packet schedulers of
-    /// another kind (dsmark) use.
+    /// Leaves a note in the packet for the programs that see it next. Otherwise only packet
+    /// schedulers of another kind (dsmark) use the field.
     #[inline(always)]
     pub fn note(&self, note: u32) {
         // SAFETY: the context pointer is valid while the program runs.
@@ -58,27 +58,27 @@ impl Packet {
         unsafe { (&raw const (*self.raw()).tc_index).read_volatile() }
     }
 
-    /// Whether the packet has this note.
+    /// Returns whether the packet has this note.
     #[inline(always)]
     pub fn is_noted(&self, note: u32) -> bool {
         self.noted() == note
     }
 
-    /// The class of the pod that sent the packet, where that is noted.
+    /// Returns the class of the pod that sent the packet, if it is noted.
     #[inline(always)]
     pub fn noted_class(&self) -> Option<u32> {
         let note = self.noted();
         (note & !(CLASS - 1) == CLASS).then_some(note & (CLASS - 1))
     }
 
-    /// Whether a pod of this node sent it, as noted by the gate.
+    /// Returns whether a pod of this node sent the packet, as noted by the gate.
     #[inline(always)]
     pub fn is_pods(&self) -> bool {
         self.is_noted(POD) || self.is_noted(FREE) || self.noted_class().is_some()
     }
 
-    /// Whether a socket of this host has made the packet: it still has that socket, or has been looped back. Packets from elsewhere may have no
-    /// interface of arrival either, such as what Open vSwitch has asked its daemon about.
+    /// Returns whether a socket of this host created the packet: it still has that socket, or has been looped back. Packets
+    /// from elsewhere may lack an interface of arrival, too, such as those that Open vSwitch has passed to its daemon.
     #[inline(always)]
     pub fn is_hosts(&self) -> bool {
         match self.ingress_ifindex() {
@@ -91,15 +91,15 @@ impl Packet {
         }
     }
 
-    /// Clears the note of a packet from outside of the node: where nodes are containers, it still has what another node's
-    /// programs, or anybody there, have set. Only the node's own copy of a packet keeps its note. Without a branch, which would
-    /// double what the verifier follows.
+    /// Clears the note of a packet from outside the node: where nodes are containers, the packet still has
+    /// the note that another node's programs, or anything else there, have set. Only the node's own copy of
+    /// a packet keeps its note. There is no branch, which would double the paths that the verifier follows.
     #[inline(always)]
     pub fn came_in(&self) {
         self.note(self.noted() & COPIES);
     }
 
-    /// Whether the packet has this note, which is cleared.
+    /// Returns whether the packet has this note, and clears the note.
     #[inline(always)]
     pub fn take_note(&self, note: u32) -> bool {
         let noted = self.is_noted(note);

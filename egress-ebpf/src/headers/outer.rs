@@ -10,10 +10,10 @@ use egress_common::{V4, V6, config::DatapathConfig, csum, mapped};
 
 /// The headers around a tunnelled packet; implemented by the address type of their family.
 pub trait Outer: Header {
-    /// Whether this is UDP for this node's own address, as tunnelled packets are.
+    /// Returns whether this is UDP for this node's own address, as tunnelled packets are.
     fn may_be_tunnelled<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> bool;
-    /// If such a packet is a tunnelled one: its outer source address in the common form, and whether its outer headers can
-    /// simply be taken off.
+    /// If such a packet is tunnelled, returns its outer source address in the common form, and
+    /// whether its outer headers can be removed as they are.
     fn outer<C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Option<(V6, bool)>;
 }
 
@@ -33,7 +33,7 @@ impl Outer for V4 {
         let udp = pkt.read_header::<[u32; 2]>(ETH_LEN + V4::HEADER)?;
         let whole = u32::from_be(h[1]) & 0x3fff == 0;
         let plain = first >> 24 == 0x45;
-        // With options or in a later fragment, these are not the ports.
+        // With options or in a later fragment, these bytes are not the ports.
         if plain && whole && u32::from_be(udp[0]) & 0xffff != config.tunnel_port {
             return None;
         }
@@ -71,7 +71,7 @@ impl Outer for V6 {
     }
 }
 
-/// Whether a UDP header has this length and no checksum: a checksum would have to be verified.
+/// Returns whether a UDP header has this length and no checksum, which would need verification.
 #[inline(always)]
 fn datagram(udp: [u32; 2], length: u32) -> bool {
     u32::from_be(udp[1]) == length << 16

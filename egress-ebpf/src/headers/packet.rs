@@ -26,7 +26,7 @@ use egress_common::{
 };
 use network_types::eth::{EthHdr, EtherType};
 
-/// Length of an Ethernet header without tags, which is what veth, bridge ports and the tunnel device hand over.
+/// Length of an Ethernet header without tags, as veth, bridge ports and the tunnel device deliver it.
 pub const ETH_LEN: u32 = EthHdr::LEN as u32;
 /// EtherTypes as they lie in a frame.
 pub const IPV4: u16 = EtherType::Ipv4 as u16;
@@ -43,12 +43,12 @@ const OTHER_HOST: u32 = 3;
 /// A MAC address as two-byte words.
 pub type Mac = [u16; 3];
 
-/// Two words of a MAC address, memory order, as one.
+/// Joins two words of a MAC address, memory order, into one.
 pub const fn pair(first: u16, second: u16) -> u32 {
     first as u32 | (second as u32) << 16
 }
 
-/// A packet; where nothing else is said, at a TC hook.
+/// A packet; at a TC hook unless stated otherwise.
 #[derive(Clone, Copy)]
 pub struct Packet<C = Skb> {
     pub(super) context: C,
@@ -65,13 +65,13 @@ impl<C: Context> Packet<C> {
         self.context.data_end()
     }
 
-    /// Length of the frame in bytes.
+    /// Returns the length of the frame in bytes.
     #[inline(always)]
     pub fn len(&self) -> u32 {
         self.context.len()
     }
 
-    /// `index` [`hidden`], below `SIZE` (a power of two).
+    /// Returns `index` [`hidden`], below `SIZE` (a power of two).
     ///
     /// Without CAP_PERFMON the verifier refuses an array access whose index has different bounds on different paths through
     /// the program.
@@ -81,13 +81,13 @@ impl<C: Context> Packet<C> {
         hidden(index as u32, self.len()) as usize & (SIZE - 1)
     }
 
-    /// Index of the interface on which the packet arrived, or whose hook this is.
+    /// Returns the index of the interface on which the packet arrived, or whose hook this is.
     #[inline(always)]
     pub fn ifindex(&self) -> u32 {
         self.context.ifindex()
     }
 
-    /// A pointer to `T` at `offset` (a constant) from the start of the frame, if it lies in the linear part.
+    /// Returns a pointer to `T` at `offset` (a constant) from the start of the frame, if it lies in the linear part.
     ///
     /// Helpers that change the packet invalidate it.
     #[inline(always)]
@@ -96,17 +96,16 @@ impl<C: Context> Packet<C> {
         if start + size_of::<T>() > self.data_end() { None } else { Some(start as *mut T) }
     }
 
-    /// A copy of the `T` at `offset`.
+    /// Returns a copy of the `T` at `offset`.
     #[inline(always)]
     pub fn read<T: Copy>(&self, offset: u32) -> Option<T> {
-        // SAFETY: `at` has checked the bounds. Packets may lie unaligned; the kernel loads programs that read words from
-        // them only where the machine can do that (`CONFIG_HAVE_EFFICIENT_UNALIGNED_ACCESS`), and whole words cost a
-        // fraction of single bytes.
+        // SAFETY: `at` has checked the bounds. Packets may be unaligned; the kernel loads programs that read words from them only where the
+        // machine can do that (`CONFIG_HAVE_EFFICIENT_UNALIGNED_ACCESS`), and reading words costs a fraction of reading bytes.
         self.at::<T>(offset).map(|p| unsafe { p.read() })
     }
 
-    /// A copy of the `T` at `offset`, after pulling it into the linear part if it is not there: for headers. What was read
-    /// from the packet before stays valid, since it is copied.
+    /// Returns a copy of the `T` at `offset`, after pulling it into the linear part if it is not
+    /// there: for headers. Values that were read earlier stay valid, because they are copies.
     #[inline(always)]
     pub fn read_header<T: Copy>(&self, offset: u32) -> Option<T> {
         if let Some(value) = self.read(offset) {
@@ -122,7 +121,7 @@ impl<C: Context> Packet<C> {
         self.at::<T>(offset).map(|p| unsafe { p.write(value) })
     }
 
-    /// A copy of an IPv6 address at `offset`, read as [`write_words`](Self::write_words) writes.
+    /// Returns a copy of an IPv6 address at `offset`, read as [`write_words`](Self::write_words) writes.
     #[inline(always)]
     pub fn read_v6(&self, offset: u32) -> Option<V6> {
         let from = self.at::<V6>(offset)?.cast::<u32>();
@@ -137,8 +136,8 @@ impl<C: Context> Packet<C> {
         })
     }
 
-    /// Overwrites `N` words at `offset`. Word by word and volatile, or LLVM makes a call to memmove of longer runs, which
-    /// compares pointers: the verifier refuses that without CAP_PERFMON.
+    /// Overwrites `N` words at `offset`. Word by word and volatile: otherwise LLVM calls memmove
+    /// for longer runs, which compares pointers: the verifier refuses that without CAP_PERFMON.
     #[inline(always)]
     pub fn write_words<const N: usize>(&self, offset: u32, words: &[u32; N]) -> Option<()> {
         let to = self.at::<[u32; N]>(offset)?.cast::<u32>();
@@ -149,11 +148,11 @@ impl<C: Context> Packet<C> {
         Some(())
     }
 
-    /// A copy of the `T` at `offset`, wherever it lies. Slower than [`read`](Self::read).
+    /// Returns a copy of the `T` at `offset`, anywhere in the frame. Slower than [`read`](Self::read).
     #[inline(always)]
     pub fn load<T: Copy>(&self, offset: u32) -> Option<T> {
         let mut v = MaybeUninit::<T>::uninit();
-        // SAFETY: all of `v` is filled, or it fails.
+        // SAFETY: the call fills all of `v`, or fails.
         unsafe {
             if self.context.load(offset, v.as_mut_ptr().cast(), size_of::<T>() as u32) {
                 Some(v.assume_init())
@@ -163,16 +162,16 @@ impl<C: Context> Packet<C> {
         }
     }
 
-    /// A copy of the `T` at `offset` in the transport header at `l4`.
+    /// Returns a copy of the `T` at `offset` in the transport header at `l4`.
     ///
-    /// Where the header follows a plain IP header of length `header`, the access is direct. Elsewhere a helper does it:
+    /// If the header follows a plain IP header of length `header`, the access is direct. Otherwise a helper does it:
     /// without CAP_PERFMON the verifier allows no pointer into the packet that is not a constant away from its start.
     #[inline(always)]
     pub fn read_l4<T: Copy>(&self, header: u32, l4: u32, offset: u32) -> Option<T> {
         if l4 == ETH_LEN + header { self.read_header(ETH_LEN + header + offset) } else { self.load(l4 + offset) }
     }
 
-    /// Length of the largest IP packet that an interface carries; 0: the one on which the packet arrived.
+    /// Returns the length of the largest IP packet that interface `ifindex` carries; 0: the one on which the packet arrived.
     #[inline(always)]
     pub fn mtu_of(&self, ifindex: u32) -> u32 {
         let mut mtu = 0;
@@ -181,7 +180,7 @@ impl<C: Context> Packet<C> {
         mtu
     }
 
-    /// The kernel's context of the packet.
+    /// Returns the kernel's context of the packet.
     #[inline(always)]
     pub fn context(&self) -> C {
         self.context
@@ -189,38 +188,38 @@ impl<C: Context> Packet<C> {
 }
 
 impl Packet {
-    /// The packet of a program's context.
+    /// Returns the packet of a program's context.
     #[inline(always)]
     pub fn new(ctx: &TcContext) -> Self {
         Self::from_raw(ctx.as_ptr().cast())
     }
 
-    /// The packet behind the kernel's pointer.
+    /// Returns the packet behind the kernel's pointer.
     #[inline(always)]
     pub fn from_raw(skb: *mut __sk_buff) -> Self {
         Self { context: Skb(skb) }
     }
 
-    /// Whether the frame is for another host, as the kernel judges by the MAC address: the interface is promiscuous, and a switch that
-    /// does not know where that host is has flooded the frame.
+    /// Returns whether the frame is for another host, as the kernel judges by the MAC address: the interface
+    /// is promiscuous, and a switch that does not know the location of that host has flooded the frame.
     #[inline(always)]
     pub fn is_for_other_host(&self) -> bool {
         field!(self.context.0, pkt_type) == OTHER_HOST
     }
 
-    /// The kernel's pointer, for helpers.
+    /// Returns the kernel's pointer, for helpers.
     #[inline(always)]
     pub fn raw(&self) -> *mut __sk_buff {
         self.context.0
     }
 
-    /// Payload of each packet of a merged one; 0 for a single packet.
+    /// Returns the payload size of each packet of a merged one; 0 for a single packet.
     #[inline(always)]
     pub fn gso_size(&self) -> u32 {
         field!(self.context.0, gso_size)
     }
 
-    /// The sum over `N` bytes at `offset`, not folded.
+    /// Returns the sum over `N` bytes at `offset`, not folded.
     #[inline(always)]
     pub fn sum<const N: u32>(&self, offset: u32) -> Option<u32> {
         // SAFETY: the helper checks the length.
@@ -235,19 +234,19 @@ impl Packet {
         Some(unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, start as *mut u32, N, 0) } as u32)
     }
 
-    /// EtherType, network byte order, as the kernel knows it.
+    /// Returns the EtherType, network byte order, as the kernel knows it.
     #[inline(always)]
     pub fn protocol(&self) -> u16 {
         field!(self.context.0, protocol) as u16
     }
 
-    /// EtherType in the frame, network byte order, behind `tags` bytes of VLAN tags; 0 if the frame is too short.
+    /// Returns the EtherType in the frame, network byte order, behind `tags` bytes of VLAN tags; 0 if the frame is too short.
     #[inline(always)]
     pub fn ethertype(&self, tags: u32) -> u16 {
         self.read_header::<u16>(ETH_LEN - 2 + tags).unwrap_or(0)
     }
 
-    /// Overwrites the `T` at `offset`, wherever it lies, and leaves `skb->csum` alone.
+    /// Overwrites the `T` at `offset`, anywhere in the frame, and leaves `skb->csum` alone.
     #[inline(always)]
     pub fn store<T: Copy>(&self, offset: u32, value: &T) -> Option<()> {
         // SAFETY: the helper copies the bytes or fails.
@@ -257,8 +256,8 @@ impl Packet {
         (r == 0).then_some(())
     }
 
-    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever state of offload it is in. `false`: the kernel refused. A
-    /// caller that continues leaves a wrong checksum, for which the receiver drops the packet.
+    /// Updates a transport checksum (`bpf_l4_csum_replace`), whatever its state of offload. Returns `false` if the
+    /// kernel refused. A caller that continues leaves a wrong checksum, for which the receiver drops the packet.
     #[inline(always)]
     pub fn l4_checksum(&self, offset: u32, from: u64, to: u64, flags: u64) -> bool {
         // SAFETY: the helper checks the offset.
@@ -282,7 +281,7 @@ impl Packet {
         }
     }
 
-    /// Copies the frame to a buffer, if it fits: its length.
+    /// Copies the frame to a buffer if it fits, and returns the frame's length.
     #[inline(always)]
     pub fn copy_to<const SIZE: usize>(&self, buffer: &mut [u8; SIZE]) -> Option<u32> {
         let len = self.len();
@@ -328,16 +327,16 @@ impl Packet {
         (unsafe { bpf_skb_change_tail(self.context.0, len, 0) } == 0).then_some(())
     }
 
-    /// Makes room behind the Ethernet header, or takes bytes away there (`bpf_skb_adjust_room`); 0 or an error, after which
-    /// the packet is as it was.
+    /// Makes room behind the Ethernet header, or removes bytes there (`bpf_skb_adjust_room`).
+    /// Returns 0 or an error, after which the packet is unchanged.
     #[inline(always)]
     pub fn adjust_room(&self, bytes: i32, flags: u64) -> i64 {
         // SAFETY: the helper checks lengths and flags.
         unsafe { bpf_skb_adjust_room(self.context.0, bytes, BPF_ADJ_ROOM_MAC, flags) as i64 }
     }
 
-    /// After an outer header was taken off: what the card said about its checksum does not apply to the inner one, and the
-    /// packet does not leave by the queue on which it arrived.
+    /// Adjusts the packet after an outer header was removed: the card's report on the outer checksum
+    /// does not apply to the inner one, and the packet does not leave by the queue on which it arrived.
     #[inline(always)]
     pub fn forget_outer(&self) {
         // SAFETY: the helper changes fields of the packet only.
@@ -346,13 +345,13 @@ impl Packet {
         unsafe { (&raw mut (*self.context.0).queue_mapping).write_volatile(0) }
     }
 
-    /// Whether the frame has a VLAN tag, even if only a priority tag.
+    /// Returns whether the frame has a VLAN tag, even if only a priority tag.
     #[inline(always)]
     pub fn is_tagged(&self) -> bool {
         field!(self.context.0, vlan_present) != 0
     }
 
-    /// The VLAN that the frame came in; 0: none, or a priority tag.
+    /// Returns the VLAN in which the frame arrived; 0: none, or a priority tag.
     #[inline(always)]
     pub fn vlan(&self) -> u32 {
         if field!(self.context.0, vlan_present) == 0 { 0 } else { field!(self.context.0, vlan_tci) & 0xfff }
@@ -365,27 +364,27 @@ impl Packet {
         (unsafe { bpf_skb_vlan_push(self.context.0, VLAN, vlan as u16) } == 0).then_some(())
     }
 
-    /// Takes the frame out of its VLAN.
+    /// Removes the frame's VLAN tag.
     #[inline(always)]
     pub fn pop_vlan(&self) -> Option<()> {
         // SAFETY: the helper changes the packet or fails.
         (unsafe { bpf_skb_vlan_pop(self.context.0) } == 0).then_some(())
     }
 
-    /// The packet's priority.
+    /// Returns the packet's priority.
     #[inline(always)]
     pub fn priority(&self) -> u32 {
         field!(self.context.0, priority)
     }
 
-    /// Sets the packet's priority; of a packet for an HTB qdisc the class that it belongs to.
+    /// Sets the packet's priority; for a packet to an HTB qdisc, this is its class.
     #[inline(always)]
     pub fn set_priority(&self, class: u32) {
         // SAFETY: the context pointer is valid while the program runs.
         unsafe { (&raw mut (*self.context.0).priority).write_volatile(class) }
     }
 
-    /// Clears mark and priority, whatever the stack has put there: the outer packet would inherit them.
+    /// Clears mark and priority, which the stack may have set: the outer packet would inherit them.
     #[inline(always)]
     pub fn clear_marks(&self) {
         // SAFETY: the context pointer is valid while the program runs.
@@ -393,7 +392,7 @@ impl Packet {
         self.set_priority(0);
     }
 
-    /// Index of the interface on which the packet arrived; 0 for one that this host has made.
+    /// Returns the index of the interface on which the packet arrived; 0 for a packet that this host created.
     #[inline(always)]
     pub fn ingress_ifindex(&self) -> u32 {
         field!(self.context.0, ingress_ifindex)
@@ -436,37 +435,37 @@ impl Packet {
     }
 }
 
-/// `len`, which is at least 1 and at most `SIZE`, in a form that lets the verifier of every kernel see that.
+/// Returns `len`, which is at least 1 and at most `SIZE`, in a form in which the verifier of every kernel sees these bounds.
 #[inline(always)]
 const fn within<const SIZE: usize>(len: u32) -> u32 {
     const { assert!(SIZE.is_power_of_two()) };
     (len.wrapping_sub(1) & (SIZE - 1) as u32) + 1
 }
 
-/// `CLOCK_MONOTONIC` in ns, as of the last timer interrupt.
+/// Returns `CLOCK_MONOTONIC` in ns, as of the last timer interrupt.
 #[inline(always)]
 pub fn now_ns() -> u64 {
     // SAFETY: the helper has no arguments.
     unsafe { bpf_ktime_get_coarse_ns() }
 }
 
-/// Length of the kernel's own tick (a jiffy) in ns; the agent sets it before the programs are loaded.
+/// Length of the kernel's own tick (a jiffy) in ns; the agent sets it before it loads the programs.
 #[unsafe(no_mangle)]
 static JIFFY_NS: u64 = 0;
-/// What to add to the jiffies' time to get `CLOCK_MONOTONIC`: jiffies do not start at 0, and some were lost at boot.
+/// The difference between `CLOCK_MONOTONIC` and the jiffies' time: jiffies do not start at 0, and some were lost at boot.
 #[unsafe(no_mangle)]
 static mut JIFFIES_BEGAN: u64 = 0;
 
-/// The time by the kernel's jiffies counter, in ns since it would have been 0: reading it is a load, reading a clock is a call.
+/// Returns the time of the kernel's jiffies counter, in ns since it would have been 0: reading it is a load, reading a clock is a call.
 #[inline(always)]
 fn jiffies_ns() -> u64 {
-    // SAFETY: a static is valid for reading. Volatile, since its value is not the one that the compiler knows.
+    // SAFETY: a static is valid for reading. Volatile, because the compiler must not assume the initial value.
     let length = unsafe { (&raw const JIFFY_NS).read_volatile() };
     // SAFETY: the helper has no arguments.
     unsafe { bpf_jiffies64() }.wrapping_mul(length)
 }
 
-/// Makes [`now_tick`] tell the time: once, before any other program of this object runs.
+/// Sets the clock of [`now_tick`]: once, before any other program of this object runs.
 #[inline(always)]
 pub fn set_clock() {
     // Both advance with the same timer interrupt.
@@ -475,13 +474,13 @@ pub fn set_clock() {
     unsafe { (&raw mut JIFFIES_BEGAN).write_volatile(began) }
 }
 
-/// A number that changes 15 times a second.
+/// Returns a number that changes 15 times a second.
 #[inline(always)]
 pub fn moment() -> u32 {
     (jiffies_ns() >> 26) as u32
 }
 
-/// `CLOCK_MONOTONIC` in ticks of 2^30 ns, as of the last timer interrupt.
+/// Returns `CLOCK_MONOTONIC` in ticks of 2^30 ns, as of the last timer interrupt.
 #[inline(always)]
 pub fn now_tick() -> u32 {
     // SAFETY: as in `jiffies_ns`; it is written once, as a whole.

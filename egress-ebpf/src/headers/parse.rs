@@ -1,4 +1,4 @@
-//! From bytes to fields: addresses, ports and what kind of packet it is. Reads, never writes.
+//! From bytes to fields: addresses, ports and the kind of packet. Reads, never writes.
 
 use crate::headers::{
     context::Context,
@@ -39,7 +39,7 @@ pub fn transport_header<F: Header, C: Context>(pkt: &Packet<C>, l4: u32, protoco
     }
 }
 
-/// What an ICMP type means: RFC 792 for IPv4, RFC 4443 for IPv6 (errors are the types below 128).
+/// Returns the kind of an ICMP type: RFC 792 for IPv4, RFC 4443 for IPv6 (errors are the types below 128).
 #[inline(always)]
 fn icmp_kind(icmp: u32, icmp_type: u8) -> Kind {
     if icmp == proto::ICMP {
@@ -59,8 +59,8 @@ fn icmp_kind(icmp: u32, icmp_type: u8) -> Kind {
     }
 }
 
-/// Reads the packet embedded in the ICMP error whose header starts at `l4`. At least 8 bytes of its transport header are
-/// there (RFC 792; RFC 4443 has as many as fit).
+/// Reads the packet embedded in the ICMP error whose header starts at `l4`. At least 8 bytes of its
+/// transport header are present (RFC 792; in RFC 4443 as many as fit).
 #[inline(always)]
 pub fn embedded<F: Header, C: Context>(pkt: &Packet<C>, l4: u32) -> Option<Embedded<F>> {
     let l3 = l4 + at::ICMP_LEN;

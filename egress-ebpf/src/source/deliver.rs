@@ -1,4 +1,4 @@
-//! The source node's half of a reply: undo the translation and hand the packet to the pod.
+//! The source node's half of a reply: undoes the translation and hands the packet to the pod.
 
 use crate::{
     flows::{ended, key, table},
@@ -25,27 +25,27 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// How [`from_node`] is called.
+/// The modes of [`from_node`].
 pub mod only {
     /// The packet is a reply for a pod of this node.
     pub const NOTHING: u32 = 0;
-    /// It may be one. Anything but a whole packet of a known flow is [`OTHER`](super::OTHER).
+    /// It may be one. Anything except a whole packet of a known flow is [`OTHER`](super::OTHER).
     pub const KNOWN: u32 = 1;
     /// Added to either: [`tend`](super::tend) has been called.
     pub const TENDED: u32 = 2;
 }
-/// What [`from_node`] and the steps of [`underlay`](crate::gateway::underlay) return for a packet that they are not for: no verdict and no
-/// tunnelled packet has these bits.
+/// Result of [`from_node`] and of the steps of [`underlay`](crate::gateway::underlay) for a packet
+/// that they are not for: no verdict and no tunnelled packet has these bits.
 pub const OTHER: u64 = u64::MAX;
 
-/// What [`from_node`] returns for a packet that [`tend`] is to look at first.
+/// Result of [`from_node`] for a packet that [`tend`] must look at first.
 const TEND: u64 = OTHER - 1;
-/// What [`tend`] returns for a reset that only the pod can judge.
+/// Result of [`tend`] for a reset that only the pod can judge.
 const DOUBTFUL: u64 = 1;
 
-/// A reply for a pod of this node. A verdict's bits, or [`OTHER`].
+/// Handles a reply for a pod of this node. Returns a verdict's bits, or [`OTHER`].
 ///
-/// The functions run in sequence, not nested: their variables do not fit the stack together.
+/// The functions run in sequence, not nested: their variables do not fit on the stack together.
 #[inline(always)]
 pub fn reply<F: Family>(pkt: &Packet, only: u32) -> u64 {
     match once::from_node::<F>(pkt, only) {
@@ -58,7 +58,7 @@ pub fn reply<F: Family>(pkt: &Packet, only: u32) -> u64 {
     }
 }
 
-/// What [`reply`] does, except where it returns [`TEND`].
+/// Does the work of [`reply`], or returns [`TEND`].
 #[inline(always)]
 pub fn from_node<F: Family>(pkt: &Packet, only: u32) -> u64 {
     let known = only & only::KNOWN != 0;
@@ -138,8 +138,8 @@ fn deliver<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4H
     translated::into_pod(pkt, to.ifindex, &to.macs)
 }
 
-/// Updates the forward half of a known flow from a reply: once a tick, at a SYN, at the first answer to a question, and at a packet that
-/// claims to be the remote side's end. Removes a reverse half that is orphaned. Returns [`DOUBTFUL`], or 0.
+/// Updates the forward half of a known flow from a reply: once a tick, at a SYN, at the first answer to a question, and
+/// at a packet that claims to be the remote side's end. Removes an orphaned reverse half. Returns [`DOUBTFUL`], or 0.
 #[inline(always)]
 pub fn tend<F: Family>(pkt: &Packet) -> u64 {
     let (Some(config), Ok(ip)) = (CONFIG.get(0), F::parse(pkt)) else { return 0 };
@@ -158,7 +158,7 @@ pub fn tend<F: Family>(pkt: &Packet) -> u64 {
     let inherited = classify::is_another(F::copied(&r.pod), r.endpoint);
     match F::flows().get_ptr_mut(&forward) {
         Some(flow) => {
-            // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+            // SAFETY: flows are changed in place only by single stores to fields that may lag by a packet.
             let flow = unsafe { &mut *flow };
             if !inherited && is_pair(&forward, flow, &key, r) {
                 return if ended::by_remote::<F>(pkt, &ip, &t, &forward, flow, r.state) { 0 } else { DOUBTFUL };
@@ -170,12 +170,12 @@ pub fn tend<F: Family>(pkt: &Packet) -> u64 {
         }
         None => {}
     }
-    // Another flow of the pod has the other half's place, or another pod has its address.
+    // The forward half's place belongs to another flow of the pod, or the pod's address to another pod.
     let _ = F::reverses().remove(&key);
     0
 }
 
-/// Rebuilds a forward half that is missing.
+/// Rebuilds a missing forward half.
 #[inline(always)]
 fn mend_forward<F: Family>(config: &DatapathConfig, forward: &FlowKey<F>, key: &FlowKey<F>, r: &Reverse<F>) {
     let now = now_tick();
@@ -194,7 +194,7 @@ fn mend_forward<F: Family>(config: &DatapathConfig, forward: &FlowKey<F>, key: &
         end: 0,
         ifindex: r.ifindex,
         port: key.src_port,
-        // For UDP it says that there was more than a question.
+        // For UDP these bits say that there was more than a question.
         state: tcp::seen::SYN | tcp::seen::ACK,
         back: 0,
         queued: 0,

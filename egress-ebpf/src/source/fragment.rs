@@ -1,4 +1,4 @@
-//! Later fragments carry no ports: the first one of a datagram leaves them here. Fragments that come before it wait for it.
+//! Later fragments carry no ports: the first fragment of a datagram records them here. Fragments that arrive earlier wait for it.
 
 use crate::{
     headers::{
@@ -14,11 +14,11 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// What [`gather`] returns for a packet that goes on: no verdict has these bits.
+/// Result of [`gather`] for a packet that goes on: no verdict has these bits.
 pub const GO_ON: u64 = u64::MAX;
 
-/// A fragment as it arrived on an interface: a later one waits for its first one; a first one is recorded and releases
-/// those that wait for it. A verdict's bits, or [`GO_ON`].
+/// Handles a fragment as it arrived on an interface: a later one waits for its first one; a first one
+/// is recorded and releases the fragments that wait for it. Returns a verdict's bits, or [`GO_ON`].
 #[inline(always)]
 pub fn gather<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return GO_ON };
@@ -36,7 +36,7 @@ pub fn gather<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// Holds the fragment of [`Holding`](crate::tables::maps::Holding), if there is room for it. A verdict's bits, or [`GO_ON`].
+/// Holds the fragment of [`Holding`](crate::tables::maps::Holding) if there is room. Returns a verdict's bits, or [`GO_ON`].
 #[inline(always)]
 pub fn hold<F: Family>(pkt: &Packet) -> u64 {
     let Some(holding) = F::holding().get_ptr_mut(0) else { return GO_ON };
@@ -47,7 +47,7 @@ pub fn hold<F: Family>(pkt: &Packet) -> u64 {
     for place in 0..HELD_PER_DATAGRAM {
         key.place = place;
         if F::held().insert(&*key, &*frame, BPF_NOEXIST as u64).is_ok() {
-            // Its first one may just have come on another CPU and not found it: then it goes on, unless it was taken along.
+            // The first fragment may just have missed it on another CPU: then this one goes on, unless it was taken along.
             if F::fragments().get_ptr(&key.datagram).is_some() && F::held().remove(&*key).is_ok() {
                 break;
             }
@@ -57,9 +57,8 @@ pub fn hold<F: Family>(pkt: &Packet) -> u64 {
     GO_ON
 }
 
-/// Sends a first fragment into its ingress interface once more, followed by those that wait for it. They are written into
-/// its own buffer, one after the other: a program cannot create packets, only copy one. A verdict's bits, or [`GO_ON`] if
-/// none waits.
+/// Sends a first fragment into its ingress interface once more, followed by the fragments that wait for it. They are written into its own
+/// buffer sequentially: a program cannot create packets, only copy one. Returns a verdict's bits, or [`GO_ON`] if none waits.
 #[inline(always)]
 fn take_along<F: Family>(pkt: &Packet) -> u64 {
     for place in 0..HELD_PER_DATAGRAM {
@@ -73,8 +72,8 @@ fn take_along<F: Family>(pkt: &Packet) -> u64 {
     Verdict::Drop(Counter::DatagramOrdered).to_bits()
 }
 
-/// Releases one waiting fragment of the datagram of [`Holding`](crate::tables::maps::Holding); before the one in the first place goes the
-/// first fragment itself. [`GO_ON`] if there is none.
+/// Releases one waiting fragment of the datagram of [`Holding`](crate::tables::maps::Holding); the
+/// first fragment itself precedes the one in the first place. Returns [`GO_ON`] if there is none.
 #[inline(always)]
 pub fn release<F: Family>(pkt: &Packet, place: u32) -> u64 {
     let Some(holding) = F::holding().get_ptr_mut(0) else { return GO_ON };

@@ -1,7 +1,7 @@
-//! The gate: what a pod's interface lets through at all, whatever policies say. All of its checks are here.
+//! The gate: all checks on what a pod's interface lets through at all, whatever policies say.
 //!
-//! Every frame passes [`frame`]; every packet that is not one of a flow in the table passes [`packet`] before anything else is
-//! decided about it. A packet of a flow has passed with the flow's first one: its addresses and ports are the same, and its
+//! Every frame passes [`frame`]; every packet without a flow in the table passes [`packet`] before any other decision about it. A packet
+//! of a flow has passed with the flow's first packet: its addresses and ports are the same, and its interface is compared with the flow's.
 //! interface is compared with the flow's.
 
 use crate::{
@@ -14,7 +14,7 @@ use crate::{
 };
 use egress_common::{config::DatapathConfig, verdict::Counter};
 
-/// Checks a pod's frame. Overwrites what its sender may have noted in it, so that no note on this node is a pod's.
+/// Checks a pod's frame. Overwrites any note that the sender has set, so that no note on this node comes from a pod.
 #[inline(always)]
 pub fn frame(pkt: &Packet) -> Result<(), Counter> {
     pkt.note(note::POD);
@@ -22,12 +22,12 @@ pub fn frame(pkt: &Packet) -> Result<(), Counter> {
     if pkt.is_tagged() { Err(Counter::DropVlanTag) } else { Ok(()) }
 }
 
-/// Checks a pod's packet, selected or not, that belongs to no flow. Returns its headers, or why it is dropped.
+/// Checks a pod's packet, selected or not, that belongs to no flow. Returns its headers, or the reason to drop it.
 #[inline(always)]
 pub fn packet<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Result<(Ip<F>, L4Header), Counter> {
-    // An IP header that cannot be read to its end may have any transport header behind it: seven IPv6 extension headers, or a
-    // kilobyte of them, may hide the tunnel's port, and have no legitimate use. A UDP header is never cut short: it is as long as
-    // the shortest fragment.
+    // Any transport header may follow an IP header that cannot be read to its end: seven IPv6
+    // extension headers, or a kilobyte of them, may hide the tunnel's port, and have no legitimate
+    // use. No legitimate fragment cuts a UDP header short: it is as long as the shortest fragment.
     let ip = F::parse(pkt).map_err(|_| Counter::DropMalformed)?;
     let t = datagram::transport::<F>(pkt, &ip);
     if ip.proto == proto::UDP && t.kind == Kind::Broken {
@@ -44,8 +44,8 @@ pub fn packet<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Result<(Ip<F>
     if classify::is_spoofed::<F>(pkt, ip.src) { Err(Counter::DropSpoofed) } else { Ok((ip, t)) }
 }
 
-/// Whether this is UDP for the port of the nodes' tunnels. The destination does not matter: a node has addresses that nobody
-/// reports, and masquerading makes a node the packet's sender.
+/// Returns whether this is UDP to the port of the nodes' tunnels. The destination does not matter:
+/// a node has addresses that are not reported, and masquerading makes a node the packet's sender.
 #[inline(always)]
 fn is_for_tunnel(config: &DatapathConfig, t: &L4Header) -> bool {
     t.kind == Kind::Udp && u16::from_be(t.dst_port) as u32 == config.tunnel_port

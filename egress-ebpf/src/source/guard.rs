@@ -1,7 +1,7 @@
-//! The exit, where packets leave the node: a flow's packets that the host let pass are translated here and confirm the flow;
-//! packets that must not leave are dropped, whoever made them and however they came here.
+//! The exit, where packets leave the node: a flow's packets that the host let pass are translated here and
+//! confirm the flow; packets that must not leave are dropped, whatever their origin and their path to here.
 //!
-//! Packets of our own programs have a note and do not come this far (`exit_egress`).
+//! Packets of our own programs have a note and do not get this far (`exit_egress`).
 
 use crate::{
     flows::{key, recheck, table},
@@ -31,20 +31,20 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// What [`caught`] returns for a flow that must be checked first: no verdict has these bits.
+/// Result of [`caught`] for a flow that must be checked first: no verdict has these bits.
 const CHECK: u64 = u64::MAX;
 
 /// ICMPv6 types of neighbor discovery (RFC 4861, section 4).
 const DISCOVERY: core::ops::RangeInclusive<u8> = 133..=137;
 
-/// A packet that leaves and that none of our programs has sent. A verdict's bits.
+/// Handles a leaving packet that none of our programs has sent. Returns a verdict's bits.
 ///
-/// A packet that this host itself made is no pod's: it is checked only for a forged source and the tunnel's port.
+/// A packet that this host itself created is not a pod's: it is checked only for a forged source and the tunnel's port.
 #[inline(always)]
 pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else {
-        // Its headers cannot be read: they may hide a UDP header with the tunnel's port. What this node routes for others may be odd.
+        // Unreadable headers may hide a UDP header with the tunnel's port. Traffic that this node routes for others may have such headers.
         let ours = !is_from_uplink(pkt) || once::selected::<F>(pkt) != 0 || once::has_egress_ip::<F>(pkt) != 0;
         return if ours { Verdict::Drop(Counter::DropMalformed) } else { Verdict::Pass }.to_bits();
     };
@@ -78,15 +78,15 @@ pub fn leaving<F: Family>(pkt: &Packet) -> u64 {
     if is_tunnelled::<F>(pkt, config, &ip) {
         return Verdict::Drop(Counter::DropTunnelPort).to_bits();
     }
-    // No subprogram for the look-up: a call costs a third of what the guard costs for unrelated packets.
+    // The lookup is not a subprogram: a call costs a third of the guard's cost for unrelated packets.
     match egress::find(ip.src) {
         Some((index, _)) => once::as_egress_ip::<F>(pkt, index),
         None => Verdict::Pass.to_bits(),
     }
 }
 
-/// A frame that leaves with one VLAN tag, or two, among its bytes. Packet sockets make such frames, and
-/// VLAN devices without `reorder_hdr` over cards that do not tag: no flow's packet leaves so. A verdict's bits.
+/// Handles a leaving frame with one or two VLAN tags among its bytes. Packet sockets create such frames, and so do VLAN
+/// devices without `reorder_hdr` over cards that do not tag: no flow's packet leaves like that. Returns a verdict's bits.
 #[inline(always)]
 pub fn tagged(pkt: &Packet) -> u64 {
     const TAG: u32 = TAG_LEN as u32;
@@ -101,7 +101,7 @@ pub fn tagged(pkt: &Packet) -> u64 {
     }
 }
 
-/// The IP packet at `l3` of such a frame. A verdict's bits.
+/// Handles the IP packet at `l3` of such a frame. Returns a verdict's bits.
 #[inline(always)]
 pub fn behind_tags<F: Family>(pkt: &Packet, l3: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -122,19 +122,19 @@ pub fn behind_tags<F: Family>(pkt: &Packet, l3: u32) -> u64 {
     verdict.to_bits()
 }
 
-/// Whether policies select the pod with the packet's source address: 1 or 0.
+/// Returns 1 if policies select the pod with the packet's source address, else 0.
 #[inline(always)]
 pub fn selected<F: Family>(pkt: &Packet) -> u64 {
     F::load(pkt, ETH_LEN + F::SRC).is_some_and(classify::is_selected::<F>) as u64
 }
 
-/// Whether the packet's source address is an egress IP: 1 or 0.
+/// Returns 1 if the packet's source address is an egress IP, else 0.
 #[inline(always)]
 pub fn has_egress_ip<F: Family>(pkt: &Packet) -> u64 {
     F::load(pkt, ETH_LEN + F::SRC).is_some_and(|src| egress::find(src).is_some()) as u64
 }
 
-/// A packet with an egress IP, given by its index, as its source, that none of our programs has sent. A verdict's bits.
+/// Handles a packet from an egress IP, given by its index, that none of our programs has sent. Returns a verdict's bits.
 #[inline(always)]
 pub fn as_egress_ip<F: Family>(pkt: &Packet, index: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };
@@ -148,11 +148,11 @@ pub fn as_egress_ip<F: Family>(pkt: &Packet, index: u32) -> u64 {
     Verdict::Pass.to_bits()
 }
 
-/// Whether a packet with an egress IP as its source comes from a sender that may not use it.
+/// Returns whether a packet with an egress IP as its source comes from a sender that may not use it.
 #[inline(always)]
 fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, forwarded: bool) -> bool {
     let flags = EGRESS_IPS.get(egress).map_or(0, |e| e.flags);
-    // This node's sockets may use its own address; packets of another node's address may pass this one as a router.
+    // This node's sockets may use its own address; packets from another node's address may pass through this node as a router.
     let nodes = flags & flags::HERE != 0 || forwarded && flags & flags::NODE_ADDRESS != 0;
     // The agent and the programs announce an egress IP, and ask for its next hop: such packets are never routed.
     let discovery = F::VERSION == 6
@@ -162,7 +162,7 @@ fn is_forged<F: Family>(pkt: &Packet, ip: &Ip<F>, egress: u32, forwarded: bool) 
     !nodes && !discovery
 }
 
-/// Whether this is UDP to the tunnel's port. Packets forwarded from outside may be other nodes' traffic.
+/// Returns whether this is UDP to the tunnel's port, except if it was forwarded from outside: that may be other nodes' traffic.
 #[inline(always)]
 fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> bool {
     if ip.proto != proto::UDP || ip.part == Part::Later || config.tunnel_port == 0 {
@@ -172,15 +172,15 @@ fn is_tunnelled<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) ->
     u16::from_be(to) as u32 == config.tunnel_port && !is_from_uplink(pkt)
 }
 
-/// Whether the packet has come from outside of the node.
+/// Returns whether the packet came from outside the node.
 #[inline(always)]
 fn is_from_uplink(pkt: &Packet) -> bool {
     // SAFETY: read only.
     unsafe { UPLINKS.get(pkt.ingress_ifindex()) }.is_some()
 }
 
-/// A packet that may be a selected pod's: one of a translated flow is sent, whatever happened to its marks on the path to here.
-/// A verdict's bits, or [`CHECK`]. `checked` is 1 if the flow was just checked.
+/// Handles a packet that may be a selected pod's: a packet of a translated flow is sent, whatever happened to its
+/// marks on the path to here. Returns a verdict's bits, or [`CHECK`]. `checked` is 1 if the flow was just checked.
 #[inline(always)]
 pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -190,7 +190,7 @@ pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
     if matches!(t.kind, Kind::Tcp | Kind::Udp | Kind::Query)
         && let Some(flow) = F::flows().get_ptr_mut(&key)
     {
-        // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+        // SAFETY: flows are changed in place only by single stores to fields that may lag by a packet.
         let flow = unsafe { &mut *flow };
         if checked == 0 && !recheck::is_current(config, flow) {
             return CHECK;
@@ -215,7 +215,7 @@ pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
     if left_alone { Verdict::Pass } else { unguarded::<F>(pkt, config, &ip, &t) }.to_bits()
 }
 
-/// Keeps the ports of a first fragment that is left alone. A step of its own: in [`caught`], the verifier would follow each path through it.
+/// Keeps the ports of a first fragment that is left alone. It is not in [`caught`], where the verifier would follow each path through it.
 #[inline(always)]
 pub fn keep<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return 0 };
@@ -226,7 +226,7 @@ pub fn keep<F: Family>(pkt: &Packet) -> u64 {
     0
 }
 
-/// A packet of no flow. `pod_egress` leaves some that match a policy alone: the same here.
+/// Handles a packet without a flow. Lets the same packets of a policy pass that `pod_egress` leaves alone.
 #[inline(always)]
 fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header) -> Verdict {
     if pkt.is_noted(note::ASKED) {

@@ -1,4 +1,4 @@
-//! ICMP errors: the packet that they quote is translated with them, so that their receiver recognises its own packet.
+//! ICMP errors: the quoted packet is translated with the error, so that the receiver recognises its own packet.
 
 use crate::{
     flows::table,
@@ -23,7 +23,7 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// An error from outside about a translated packet: it goes to the pod, if the flow is confirmed.
+/// Delivers an error from outside about a translated packet to the pod, if the flow is confirmed.
 #[inline(always)]
 pub fn incoming<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> Verdict {
     let Some(inner) = parse::embedded::<F, _>(pkt, ip.l4) else { return Verdict::Drop(Counter::DropMalformed) };
@@ -46,8 +46,8 @@ pub fn incoming<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) ->
     translated::into_pod(pkt, to.ifindex, &to.macs)
 }
 
-/// An error of a pod about a packet that it received: translated if that belonged to a confirmed translated flow of this
-/// interface. An error can carry any data: for a flow that is not confirmed, it would bypass the firewall.
+/// Handles a pod's error about a packet that it received: translates it if that packet belonged to a confirmed translated
+/// flow of this interface. An error can carry any data: for an unconfirmed flow, it would bypass the firewall.
 #[inline(always)]
 pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else {
@@ -59,7 +59,7 @@ pub fn outgoing<F: Family>(pkt: &Packet) -> u64 {
     quoting::<F>(pkt, config, &ip).to_bits()
 }
 
-/// Whether the error is about a packet of a flow that is not to be touched.
+/// Returns whether the error is about a packet of a connection that is left alone.
 #[inline(always)]
 pub fn is_untouched<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
     let Some(inner) = parse::embedded::<F, _>(pkt, ip.l4) else { return false };
@@ -67,7 +67,7 @@ pub fn is_untouched<F: Family>(pkt: &Packet, ip: &Ip<F>) -> bool {
     F::flows().get_ptr(&key).is_none() && F::inbound().get_ptr(&key).is_some()
 }
 
-/// The flow of a packet that a pod received, and quotes.
+/// Returns the flow of a packet that a pod received and quotes.
 #[inline(always)]
 fn quoted_key<F: Family>(inner: &Embedded<F>) -> FlowKey<F> {
     let query = inner.proto == F::ICMP;
@@ -97,17 +97,17 @@ fn quoting<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>) -> Verd
     if ifindex != pkt.ifindex() {
         return Verdict::Drop(Counter::DropSpoofed);
     }
-    // A flow that was classified by older tables is classified again with its next packet.
+    // A flow that older tables classified is reclassified at its next packet.
     if taken.pending != 0 || flow.config_generation != config.generation {
         return Verdict::Drop(Counter::DropNotConfirmed);
     }
-    // It is routed here; one that expires does not leave the node.
+    // The error is routed here; if it expires, it does not leave the node.
     if ip.hop_limit <= 1 {
         return Verdict::Pass;
     }
     let (egress, port) = (taken.egress, taken.port);
     let Some(reverse) = table::reverse_key::<F>(&key, flow) else { return Verdict::Drop(Counter::DropSevered) };
-    // It goes only to the sender of the packet that it quotes (RFC 1122, section 3.2.2).
+    // An error goes only to the sender of the packet that it quotes (RFC 1122, section 3.2.2).
     if inner.dst != ip.src
         || inner.src != ip.dst
         || quote::rewrite(pkt, config, ip, &inner, End::Source, reverse.src, port).is_none()

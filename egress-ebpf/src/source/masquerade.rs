@@ -1,8 +1,8 @@
-//! Connections of pods that no policy selects, masqueraded by this node with an address of its own that is an egress IP:
-//! masquerading knows nothing about leased ports. They are recorded at the exit, so that their replies reach the node.
+//! Connections of pods that no policy selects, which this node masquerades with one of its own addresses that is also an egress
+//! IP: masquerading knows nothing about leased ports. The exit records them, so that their replies reach the node.
 //!
-//! A lessee may use the same 5-tuple at the same time. For TCP the server's answers decide: the connection is that of the SYN that it
-//! answered last. So sending from another's port neither gets its segments nor resets its connection. Datagrams go to both.
+//! A lessee may use the same 5-tuple concurrently. For TCP the server's answers decide: the connection belongs to the side whose
+//! SYN it answered last. So sending from another's port neither gets its segments nor resets its connection. Datagrams go to both.
 
 use crate::{
     flows::{collect, key},
@@ -24,12 +24,12 @@ use egress_common::{
 
 /// The most data that a SYN carries (RFC 7413): its answer acknowledges it.
 const SYN_DATA: u32 = 1_460;
-/// The flags that answer a SYN.
+/// The flags of an answer to a SYN.
 const OPENED: u8 = flag::SYN | flag::ACK;
 
-/// Records the connection of a packet that leaves with this egress IP as its source and that none of our programs has sent. Always 0.
+/// Records the connection of a packet that leaves with this egress IP as its source and that none of our programs has sent. Returns 0.
 ///
-/// Also at a port that is not leased: it may be before the connection ends.
+/// A port that is not leased counts, too: it may be leased before the connection ends.
 #[inline(always)]
 pub fn remember<F: Family>(pkt: &Packet, egress: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return 0 };
@@ -46,7 +46,7 @@ pub fn remember<F: Family>(pkt: &Packet, egress: u32) -> u64 {
     let opens = t.kind == Kind::Udp || t.opens();
     let (key, now) = (key::of_pod(&ip, &t), now_tick());
     if let Some(record) = F::masqueraded().get_ptr_mut(&key) {
-        // SAFETY: single stores of fields that may be a packet late.
+        // SAFETY: single stores to fields that may lag by a packet.
         let record = unsafe { &mut *record };
         if !opens || record.opened == opened {
             if record.last_seen != now {
@@ -63,8 +63,8 @@ pub fn remember<F: Family>(pkt: &Packet, egress: u32) -> u64 {
     0
 }
 
-/// Who gets a packet from outside for which the node has no socket: [`own::FLOWS`], [`own::NODES`] or [`own::MASQUERADED`]. `key`: as
-/// the connection leaves; `t`: the packet's own transport header.
+/// Returns the recipient of a packet from outside for which the node has no socket: [`own::FLOWS`], [`own::NODES`] or
+/// [`own::MASQUERADED`]. `key`: the 5-tuple with which the connection leaves; `t`: the packet's own transport header.
 #[inline(always)]
 pub fn whose<F: Family>(key: &FlowKey<F>, t: &L4Header) -> u64 {
     let Some(config) = CONFIG.get(0) else { return own::FLOWS };
@@ -88,7 +88,7 @@ pub fn whose<F: Family>(key: &FlowKey<F>, t: &L4Header) -> u64 {
             record.answered = answers as u32;
             of(answers)
         }
-        // A forged one ends nothing here; the host that has the connection recognises it by its sequence number.
+        // A forged reset ends nothing here; the host that has the connection recognises it by its sequence number.
         flags if flags & flag::RST != 0 && record.answered != 0 => own::MASQUERADED,
         flags if flags & flag::RST != 0 => of(answers),
         flags if flags & flag::SYN != 0 => own::FLOWS,

@@ -1,4 +1,4 @@
-//! The source node: what pods send and get, and what may leave the node.
+//! The source node: packets that pods send and receive, and the checks on packets that leave the node.
 
 pub mod deliver;
 pub mod fragment;

@@ -1,5 +1,5 @@
-//! Decides who gets a packet for an address of the node itself at a port in a leased block: a flow, or a socket of the node. A
-//! listener may appear in a block that is leased already. The kernel's socket table decides; no state is kept.
+//! Decides whether a packet for an address of the node itself, at a port in a leased block, belongs to a flow or to a socket
+//! of the node. A listener may appear in a block that is already leased. The kernel's socket table decides; no state is kept.
 
 use crate::{
     headers::{
@@ -17,23 +17,23 @@ use aya_ebpf::{
 };
 use egress_common::{abi::COPY_PRIORITY, flow::FlowKey, tcp::flag};
 
-/// Not for the node: for the lessee.
+/// Not for the node, but for the lessee.
 pub const FLOWS: u64 = 0;
 /// A connection of the node.
 pub const NODES: u64 = 1;
-/// It may be for either: both get it, and the one that does not know it ignores it.
+/// It may be for either: both get it, and the side that does not know it ignores it.
 pub const ANYBODYS: u64 = 2;
-/// It may be for datagrams that the node masquerades: both get it, and a copy that conntrack does not know ends before the
-/// node's sockets.
+/// It may be a datagram of a connection that the node masquerades: both get it, and a copy that
+/// conntrack does not know does not reach the node's sockets.
 pub const MASQUERADED: u64 = 3;
 
 /// `BPF_F_CURRENT_NETNS`: the network namespace of the packet's interface.
 const HERE: u64 = u64::MAX;
-/// `TCP_ESTABLISHED` and `TCP_LISTEN` (include/net/tcp_states.h); a datagram socket is in the former when it has a peer.
+/// `TCP_ESTABLISHED` and `TCP_LISTEN` (include/net/tcp_states.h); a datagram socket with a peer is in the former.
 const ESTABLISHED: u32 = 1;
 const LISTEN: u32 = 10;
 
-/// `struct bpf_sock_tuple`, as the packet has it; ports in network byte order.
+/// `struct bpf_sock_tuple`, in the packet's direction; ports in network byte order.
 #[repr(C)]
 struct Tuple<F> {
     src: F,
@@ -42,7 +42,7 @@ struct Tuple<F> {
     dst_port: u16,
 }
 
-/// Who gets a packet: [`FLOWS`], [`NODES`], [`ANYBODYS`] or [`MASQUERADED`].
+/// Returns the recipient of a packet: [`FLOWS`], [`NODES`], [`ANYBODYS`] or [`MASQUERADED`].
 #[inline(always)]
 pub fn whose<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return FLOWS };
@@ -66,7 +66,7 @@ pub fn whose<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A connection of the node's sockets, or one that it masquerades. `t`: the packet's own transport header.
+/// Looks for the packet in the node's sockets, then in its masqueraded connections. `t`: the packet's own transport header.
 #[inline(always)]
 fn of_node<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool, t: &L4Header) -> u64 {
     let key =
@@ -77,13 +77,13 @@ fn of_node<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool,
     }
 }
 
-/// `opens`: the packet opens a connection, so it may be for a listener.
+/// Looks up the packet's socket. `opens`: the packet opens a connection, so it may be for a listener.
 #[inline(always)]
 fn of_socket<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: bool) -> u64 {
     let mut tuple = tuple;
     let (tuple, len) = ((&raw mut tuple).cast(), size_of::<Tuple<F>>() as u32);
     if protocol == proto::TCP {
-        // SAFETY: the tuple is as long as the family's, and what is found is released.
+        // SAFETY: the tuple has the family's length, and a socket that is found is released.
         return match unsafe { state(bpf_skc_lookup_tcp(pkt.raw().cast(), tuple, len, HERE, 0)) } {
             None => FLOWS,
             Some(LISTEN) if !opens => FLOWS,
@@ -98,25 +98,25 @@ fn of_socket<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: boo
     }
 }
 
-/// The state of a socket that was found, which is released.
+/// Returns the state of a socket that a lookup found, and releases the socket.
 ///
 /// # Safety
 ///
-/// `sock` comes from a look-up and is not used afterwards.
+/// `sock` comes from a lookup and is not used afterwards.
 #[inline(always)]
 unsafe fn state(sock: *mut bpf_sock) -> Option<u32> {
     if sock.is_null() {
         return None;
     }
-    // SAFETY: the look-up found it.
+    // SAFETY: the lookup found it.
     let state = unsafe { (&raw const (*sock).state).read_volatile() };
     // SAFETY: the caller's promise.
     unsafe { bpf_sk_release(sock.cast()) };
     Some(state)
 }
 
-/// Gives a copy of the packet to the node's stack, on the interface where the packet arrived. The copy meets the same program
-/// again, which recognises it by `kind`, one of [`note::COPIES`], and lets it pass.
+/// Gives a copy of the packet to the node's stack, on the interface where the packet arrived. The copy
+/// reaches the same program again, which recognises it by `kind`, one of [`note::COPIES`], and lets it pass.
 #[inline(always)]
 pub fn copy(pkt: &Packet, kind: u32) {
     pkt.note(kind);
@@ -124,7 +124,7 @@ pub fn copy(pkt: &Packet, kind: u32) {
     pkt.note(note::NONE);
 }
 
-/// Whether the packet is such a copy for the stack. The priority is set here, since the kernel clears it when a packet enters again.
+/// Returns whether the packet is such a copy for the stack. Sets its priority, which the kernel clears when a packet enters again.
 #[inline(always)]
 pub fn is_copy(pkt: &Packet) -> bool {
     if pkt.take_note(note::COPY_TO_FORWARD) {

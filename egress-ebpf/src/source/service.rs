@@ -1,8 +1,8 @@
-//! Services: behind `pod_egress`, the host translates a destination that no policy touches to one that may be under a policy of the pod.
-//! The exit knows the packet's sender only by a note, since the host may have masqueraded it as well.
+//! Services: after `pod_egress`, the host may translate a destination to which no policy applies into one under a policy of
+//! the pod. The exit knows the packet's sender only by a note, because the host may have masqueraded the packet as well.
 //!
-//! Such a packet is dropped, not translated, since its answers would not find back through the host's NAT. Packets that may open
-//! something have the note; a connection that is not opened needs no further check.
+//! Such a packet is dropped, not translated, because its answers would not get back through the host's NAT. Packets that
+//! may open a flow have the note; a connection that is not opened needs no further check.
 
 use crate::{
     headers::{
@@ -18,16 +18,16 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// Upper half of what [`left`] returns for a packet that [`unless_own`] is to look at, with the class in the lower one: no verdict has
-/// these bits.
+/// Upper half of the result of [`left`] for a packet that [`unless_own`] must look at, with the
+/// class in the lower half: no verdict has these bits.
 pub const LOOK: u64 = u32::MAX as u64 - 2;
 
-/// `pod_egress` leaves the packet of a pod of this class to the stack, because no policy matches its destination, which has this exception.
+/// Leaves the packet of a pod of this class to the stack, because no policy matches its destination, which has this exception.
 #[inline(always)]
 pub fn left(pkt: &Packet, t: &L4Header, class: u32, exception: u32) -> Verdict {
     match t.kind {
         _ if class == 0 => Verdict::Pass,
-        // Where nothing masquerades, each of its packets arrives at the exit as the pod's, for a destination of its policy.
+        // If nothing masquerades, each of its packets arrives at the exit as the pod's, for a destination of its policy.
         Kind::Tcp if exception == except::SERVICE => {
             pkt.note(note::FREE);
             Verdict::Pass
@@ -41,8 +41,8 @@ pub fn left(pkt: &Packet, t: &L4Header, class: u32, exception: u32) -> Verdict {
     }
 }
 
-/// A packet of a protocol in which an opening cannot be told from an answer: it gets the note unless it is for this node itself. Such a
-/// packet may be an answer to what the node has masqueraded, a request at a node port, and leaves with another destination.
+/// Handles a packet of a protocol in which an opening looks like an answer: it gets the note unless it is for this node itself. A
+/// packet for the node may answer a request at a node port, which the node has masqueraded; it then leaves with another destination.
 #[inline(always)]
 pub fn unless_own<F: Family>(pkt: &Packet, class: u32) -> u64 {
     if let Some([src, dst]) = pkt.read::<[F; 2]>(ETH_LEN + F::SRC)
@@ -53,8 +53,8 @@ pub fn unless_own<F: Family>(pkt: &Packet, class: u32) -> u64 {
     Verdict::Pass.to_bits()
 }
 
-/// A packet with the note leaves: it is dropped if its destination is under a policy by now, unless that policy currently lets its
-/// pods leave with the node's address. A verdict's bits.
+/// Handles a leaving packet that has the note: drops it if its present destination is under a policy,
+/// unless that policy currently lets its pods leave with the node's address. Returns a verdict's bits.
 #[inline(always)]
 pub fn leaving<F: Family>(pkt: &Packet, class: u32) -> u64 {
     let Some(dst) = F::load(pkt, ETH_LEN + F::SRC + size_of::<F>() as u32) else {

@@ -1,4 +1,4 @@
-//! `pod_egress`: what happens to a packet that a pod sends.
+//! `pod_egress`: the path of a packet that a pod sends.
 
 use crate::{
     flows::{
@@ -37,41 +37,40 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// What [`established`] returns when there is no flow: no verdict has these bits.
+/// Result of [`established`] if there is no flow: no verdict has these bits.
 const UNKNOWN: u64 = u64::MAX;
-/// What [`first`] returns for an ICMP error.
+/// Result of [`first`] for an ICMP error.
 const QUOTES: u64 = u64::MAX - 1;
-/// What [`first`] returns when there is a flow now.
+/// Result of [`first`] if the packet has a flow now.
 const ENTERED: u64 = u64::MAX - 2;
-/// What [`first`] returns when there is a flow now that the host's firewall must be asked about.
+/// Result of [`first`] if the packet has a flow now, and the host's firewall must decide.
 const ASK: u64 = u64::MAX - 4;
-/// What both return for a fragment that waits for its first one, or that others wait for.
+/// Result of both for a fragment that waits for its first one, or that others wait for.
 const GATHER: u64 = u64::MAX - 3;
-/// What both return for the first fragment of a datagram that is left alone: its later ones find its ports.
+/// Result of both for the first fragment of a datagram that is left alone: its later fragments need its ports.
 const ALONE: u64 = u64::MAX - 9;
-/// What [`established`] returns for a flow that must be checked first.
+/// Result of [`established`] for a flow that must be checked first.
 const CHECK: u64 = u64::MAX - 7;
-/// What it returns for the record of a packet that is perhaps left alone, which must be renewed first.
+/// Result of [`established`] for a packet that may be left alone, if its record must be renewed first.
 const RENEW: u64 = u64::MAX - 8;
 
-/// What is known of the flow of a packet before it is looked up: nothing.
+/// Knowledge about a packet's flow before the lookup: none.
 const ANY: u32 = 0;
-/// This packet has made it: its SYN does not open it again.
+/// This packet has created the flow: its SYN does not open it again.
 const MADE: u32 = 1;
-/// It, or the record of a connection that is left alone, was just checked, and what the tables have become since is for the next packet.
+/// The flow, or the record of a connection that is left alone, was just checked; later changes of the tables are for the next packet.
 const CHECKED: u32 = 2;
 
-/// Classifies a pod's packet, finds or makes its flow, translates and sends it.
+/// Classifies a pod's packet, finds or creates its flow, translates and sends it.
 ///
-/// The functions run in sequence, not nested: the variables of two do not fit the 512 bytes of stack that a chain of calls
-/// may have, and the first packet of a flow can afford to be parsed again. It only makes the flow, and is then sent like all
-/// others.
+/// The functions run in sequence, not nested: the variables of two do not fit the 512 bytes of stack that a chain of calls may have, and
+/// the first packet of a flow can afford another parse. It only creates the flow, and is then sent like all others.
 #[inline(always)]
 pub fn steer<F: Family>(pkt: &Packet) -> u64 {
     let verdict = match checked::<F>(pkt, ANY) {
         UNKNOWN => match opening::<F>(pkt) {
             ENTERED => match checked::<F>(pkt, MADE) {
-                // The flow was removed, or became unusable, between its entry and its look-up.
+                // The flow was removed, or became unusable, between its entry and its lookup.
                 UNKNOWN => Verdict::Drop(Counter::DropSevered).to_bits(),
                 verdict => verdict,
             },
@@ -103,7 +102,7 @@ pub fn steer<F: Family>(pkt: &Packet) -> u64 {
     }
 }
 
-/// A packet of a flow that is in the table, or of a connection that is left alone; if need be after a check of its record.
+/// Handles a packet of a flow in the table, or of a connection that is left alone, if necessary after a check of its record.
 #[inline(always)]
 fn checked<F: Family>(pkt: &Packet, known: u32) -> u64 {
     let verdict = match once::established::<F>(pkt, known) {
@@ -119,11 +118,11 @@ fn checked<F: Family>(pkt: &Packet, known: u32) -> u64 {
         },
         verdict => verdict,
     };
-    // Another interface's flow or record has taken its place meanwhile.
+    // Meanwhile another interface's flow or record has taken its place.
     if verdict == CHECK || verdict == RENEW { Verdict::Drop(Counter::DropSevered).to_bits() } else { verdict }
 }
 
-/// The first packet of a flow. Before it is refused for lack of room, ended flows are removed.
+/// Handles the first packet of a flow. Removes ended flows before it refuses the packet for lack of room.
 #[inline(always)]
 fn opening<F: Family>(pkt: &Packet) -> u64 {
     const SHARE: u64 = Verdict::Drop(Counter::DropPodShare).to_bits();
@@ -139,7 +138,7 @@ fn opening<F: Family>(pkt: &Packet) -> u64 {
     if verdict == ASK { firewall::ask(pkt).to_bits() } else { verdict }
 }
 
-/// Counts the first packet of a flow that is refused. A global function: `pod_egress` has no stack left for it.
+/// Counts the first packet of a refused flow. A global function: `pod_egress` has no stack left for it.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn count_refused(skb: *mut __sk_buff, counter: u32) -> u64 {
@@ -159,19 +158,19 @@ fn refused<F: Family>(pkt: &Packet, counter: u32) {
     }
 }
 
-/// A packet of a flow that is in the table; `known` is [`ANY`], [`MADE`] or [`CHECKED`].
+/// Handles a packet of a flow in the table; `known` is [`ANY`], [`MADE`] or [`CHECKED`].
 #[inline(always)]
 pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
     let Ok(ip) = F::parse(pkt) else { return UNKNOWN };
     let t = datagram::transport::<F>(pkt, &ip).hidden(pkt.len());
-    // The search for the ports of a later fragment would leave a path that knows it to be one, and with it another one through all that follows.
+    // Otherwise a path on which the verifier knows a later fragment would remain, and with it another path through all that follows.
     let ip = ip.hidden(pkt.len());
     if !t.has_ports() {
         return UNKNOWN;
     }
     let key = key::of_pod(&ip, &t);
-    // An answer belongs to what the outside has asked, never to the pod's own query with the same identifier.
+    // An answer belongs to a query from outside, never to the pod's own query with the same identifier.
     let flow = if t.kind == Kind::Answer { None } else { F::flows().get_ptr_mut(&key) };
     let Some(flow) = flow else {
         return match inbound::look::<F>(pkt, config, &t, &key, known == CHECKED) {
@@ -183,7 +182,7 @@ pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
             }
         };
     };
-    // SAFETY: flows are changed in place only by single stores of fields that may be a packet late.
+    // SAFETY: flows are changed in place only by single stores to fields that may lag by a packet.
     let flow = unsafe { &mut *flow };
     let is_stale = known != CHECKED && !recheck::is_current(config, flow) || known == ANY && t.opens();
     if flow.ifindex != pkt.ifindex() || is_stale {
@@ -192,7 +191,7 @@ pub fn established<F: Family>(pkt: &Packet, known: u32) -> u64 {
     proceed::<F>(pkt, config, &ip, &t, &key, flow).map_or(UNKNOWN, Verdict::to_bits)
 }
 
-/// A packet without a flow, if it passes the gate: makes a flow, or returns what else happens to the packet.
+/// Handles a packet without a flow, if it passes the gate: creates a flow, or returns another result.
 #[inline(always)]
 pub fn first<F: Family>(pkt: &Packet) -> u64 {
     let Some(config) = CONFIG.get(0) else { return Verdict::Pass.to_bits() };
@@ -204,14 +203,14 @@ pub fn first<F: Family>(pkt: &Packet) -> u64 {
         return QUOTES;
     }
     match unknown::<F>(pkt, config, &ip, &t, &key::of_pod(&ip, &t)) {
-        // Whatever else the flow says, the firewall is asked first, unless the packet may be too large.
+        // Whatever else the flow says, the firewall decides first, unless the packet may be too large.
         Ok(()) if firewall::is_asked(config) != 0 && !large::may_be(pkt, config) => ASK,
         Ok(()) => ENTERED,
         Err(verdict) => verdict.to_bits(),
     }
 }
 
-/// The verdict on a packet of this flow, or `None` if there no longer is one.
+/// Returns the verdict on a packet of this flow, or `None` if the flow is gone.
 #[inline(always)]
 fn proceed<F: Family>(
     pkt: &Packet,
@@ -251,13 +250,13 @@ fn proceed<F: Family>(
     })
 }
 
-/// The verdict on a packet that is left alone.
+/// Returns the verdict on a packet that is left alone.
 #[inline(always)]
 fn alone<F: Family>(ip: &Ip<F>) -> Verdict {
     if ip.part == Part::First { Verdict::Later(ALONE) } else { Verdict::Pass }
 }
 
-/// `Ok` when the packet has a flow now.
+/// Decides on a packet without a flow. Returns `Ok` if the packet has a flow now.
 #[inline(always)]
 fn unknown<F: Family>(
     pkt: &Packet,
@@ -293,7 +292,7 @@ fn unknown<F: Family>(
         if policy.leaves_as_node() {
             trace::note(Step::AsNode, 0, 0);
             if t.kind == Kind::Tcp && policy.flags & policy_flags::EXISTING_DROP == 0 {
-                // It stays on its path when a gateway is back.
+                // The connection keeps its path when a gateway is back.
                 let opener = if is_unseen_answer(config, t) { Opener::Outside } else { Opener::Pod };
                 inbound::leave_alone::<F>(pkt, generation, key, &endpoint, opener, t.flags);
             }
@@ -307,7 +306,7 @@ fn unknown<F: Family>(
     open::<F>(pkt, firewall::is_asked(config), generation, t, key, index, &policy, &endpoint).map_err(Verdict::Drop)
 }
 
-/// A TCP segment of a connection that is not in the table.
+/// Decides on a TCP segment of a connection that is not in the table.
 #[expect(clippy::too_many_arguments, reason = "all of it is inlined into one program")]
 #[inline(always)]
 fn stray<F: Family>(
@@ -324,7 +323,7 @@ fn stray<F: Family>(
     // A connection that the pod had open when the policy selected it.
     let old = now_tick() < endpoint.history_until && policy.flags & policy_flags::EXISTING_DROP == 0;
     if !answers && !old {
-        // All of them are dropped, resets too.
+        // All such segments are dropped, including resets.
         return Verdict::Drop(Counter::DropUnknownFlow);
     }
     let opener = if answers { Opener::Outside } else { Opener::Pod };
@@ -332,8 +331,8 @@ fn stray<F: Family>(
     alone(ip)
 }
 
-/// Whether the pod accepts a connection whose SYN did not pass the interface's egress hook (a redirect into the pod). If nothing on this
-/// node can deliver a SYN like that, the pod has made it up.
+/// Returns whether the pod accepts a connection whose SYN bypassed the interface's egress hook (a redirect
+/// into the pod). If nothing on this node can deliver a SYN like that, the pod has invented the connection.
 #[inline(always)]
 fn is_unseen_answer(config: &DatapathConfig, t: &L4Header) -> bool {
     config.flags & flags::UNSEEN_INBOUND != 0
@@ -405,11 +404,11 @@ fn commit<F: Family>(key: &FlowKey<F>, flow: &Flow) -> Result<(), Counter> {
     if let Some(reverse) = reverse_key::<F>(key, flow) {
         let _ = F::reverses().remove(reverse);
     }
-    // Another CPU made the same flow first: its choice stands.
+    // Another CPU created the same flow first: its choice stands.
     if error == EEXIST { Ok(()) } else { Err(Counter::DropTableFull) }
 }
 
-/// The fast path for the packets of a confirmed flow, the host-stack path until then.
+/// Takes the fast path. If the host's firewall is asked, fragments and packets of unconfirmed flows take the host-stack path.
 #[inline(always)]
 fn go<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L4Header, flow: &Taken) -> Verdict {
     if firewall::is_asked(config) != 0 {

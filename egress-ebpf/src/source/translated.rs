@@ -1,4 +1,4 @@
-//! Sending a translated packet: out, to a carrier of its egress IP, or into its pod.
+//! Sends translated packets: out, to a carrier of the egress IP, or into the pod.
 
 use crate::{
     flows::table::Taken,
@@ -24,7 +24,7 @@ use egress_common::{
     verdict::{Counter, Verdict, purpose},
 };
 
-/// Translates the packet of a flow and sends it on; `hop`: it is routed here, so its hop limit is decremented.
+/// Translates a flow's packet and sends it on; `hop`: it is routed here, so its hop limit is decremented.
 #[inline(always)]
 pub fn send<F: Family>(
     pkt: &Packet,
@@ -62,7 +62,7 @@ pub fn send<F: Family>(
     hand_over(pkt, egress, e, to, entropy)
 }
 
-/// Sends a translated packet to a carrier of its egress IP, or out if that is this node.
+/// Sends a translated packet to a carrier of its egress IP, or out if this node is that carrier.
 #[inline(always)]
 pub fn hand_over(pkt: &Packet, egress: u32, e: &EgressIp, to: u32, entropy: u32) -> Verdict {
     if to == carrier::LOCAL {

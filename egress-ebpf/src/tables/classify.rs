@@ -1,4 +1,4 @@
-//! Which policy, if any, a packet of a pod belongs to.
+//! Finds the policy, if any, that a pod's packet belongs to.
 
 use crate::{
     headers::packet::Packet,
@@ -13,10 +13,10 @@ use egress_common::{
     endpoint::{Checked, Endpoint, Member, MemberKey, NO_POLICY, Policy, PolicyKey, RouteKey, except},
 };
 
-/// The answer for one source and destination.
+/// The classification of a source and a destination.
 pub enum Class {
-    /// No policy: the packet is not ours. The class of the pod that sent it, 0 if no policy selects that pod; and the exception
-    /// for its destination, one of [`except`], [`except::NONE`] if the class is 0.
+    /// No policy: the packet is not ours. The first value is the class of the pod that sent it, 0 if no policy selects
+    /// that pod; the second is the exception for its destination, one of [`except`], [`except::NONE`] if the class is 0.
     Outside(u32, u32),
     /// The source is unknown while a selected pod is starting.
     Held,
@@ -42,7 +42,7 @@ pub fn classify<F: Family>(config: &DatapathConfig, src: F, dst: F) -> Class {
     }
 }
 
-/// The policy for packets that pods of this class send to `dst`, or else the exception for `dst`.
+/// Returns the policy for packets that pods of this class send to `dst`, or else the exception for `dst`.
 #[inline(always)]
 pub fn route<F: Family>(class: u32, dst: F) -> Result<u32, u32> {
     if class == 0 {
@@ -57,7 +57,7 @@ pub fn route<F: Family>(class: u32, dst: F) -> Result<u32, u32> {
     }
 }
 
-/// Whether policies select the pod with this address.
+/// Returns whether policies select the pod with this address.
 #[inline(always)]
 pub fn is_selected<F: Family>(src: F) -> bool {
     match copied(F::endpoints(), &src) {
@@ -66,8 +66,8 @@ pub fn is_selected<F: Family>(src: F) -> bool {
     }
 }
 
-/// Whether the packet's source is a pod that is known to be behind another interface than the one where the packet arrived, or
-/// on another node.
+/// Returns whether the packet's source is a pod that is known to be behind an interface other than
+/// the one where the packet arrived, or on another node.
 #[inline(always)]
 pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
     match copied(F::endpoints(), &src) {
@@ -77,7 +77,7 @@ pub fn is_spoofed<F: Family>(pkt: &Packet, src: F) -> bool {
     }
 }
 
-/// Why no policy touches this destination: one of [`except`].
+/// Returns the reason why no policy applies to this destination: one of [`except`].
 #[inline(always)]
 fn exception<F: Family>(dst: F) -> u32 {
     if F::never_leaves(dst) {
@@ -86,20 +86,20 @@ fn exception<F: Family>(dst: F) -> u32 {
     F::excepts().get(&Key::new(F::BITS, dst)).copied().unwrap_or(except::NONE)
 }
 
-/// How often an entry is read again if it is replaced while it is read.
+/// Number of attempts to read an entry that is replaced meanwhile.
 const READS: u32 = 4;
 
-/// Why there is no copy of an entry.
+/// The reason why there is no copy of an entry.
 #[derive(PartialEq, Eq)]
 enum Miss {
     /// There is no entry.
     Absent,
-    /// There is one, but it was replaced during each read. Nothing passes because of that.
+    /// There is an entry, but it was replaced during each read. No packet may pass because of that.
     Changing,
 }
 
-/// A copy of an entry, valid if its checksum fits. A look-up that meets memory of another key misses the entry that has replaced it: only the
-/// second miss counts.
+/// Returns a copy of an entry, valid if its checksum matches. A lookup that meets memory of another
+/// key misses the entry that has replaced it: only the second miss counts.
 #[inline(always)]
 fn copied<K, V: Checked<K>, const M: usize, const F: usize>(map: &HashMap<K, V, M, F>, key: &K) -> Result<V, Miss> {
     for _ in 0..reads() {
@@ -113,7 +113,7 @@ fn copied<K, V: Checked<K>, const M: usize, const F: usize>(map: &HashMap<K, V, 
     Err(Miss::Changing)
 }
 
-/// [`READS`], hidden from LLVM, which would unroll the loop. The programs are a seventh smaller with it, and the verifier takes a tenth less time.
+/// Returns [`READS`], hidden from LLVM: without unrolling, the programs are a seventh smaller and the verifier takes a tenth less time.
 #[inline(always)]
 fn reads() -> u32 {
     let reads: u32;
@@ -122,25 +122,25 @@ fn reads() -> u32 {
     reads
 }
 
-/// Whether the pod with this address has another number than `id`: it is not the one that had the address before.
+/// Returns whether the pod with this address has a number other than `id`: it is not the pod that had the address before.
 #[inline(always)]
 pub fn is_another<F: Family>(addr: F, id: u32) -> bool {
     matches!(copied(F::endpoints(), &addr), Ok(now) if now.id != id)
 }
 
-/// The part of a policy that serves one address family.
+/// Returns the part of a policy that serves one address family.
 #[inline(always)]
 pub fn policy<F: Family>(policy: u32) -> Option<Policy> {
     copied(&POLICIES, &PolicyKey { policy, family: F::VERSION }).ok()
 }
 
-/// [`Policy::leaves_as_node`], by the policy's index.
+/// Returns [`Policy::leaves_as_node`] for the policy with this index.
 #[inline(always)]
 pub fn leaves_as_node<F: Family>(index: u32) -> bool {
     policy::<F>(index).is_some_and(|policy| policy.leaves_as_node())
 }
 
-/// The slot that an egress IP is in a policy, if it is one.
+/// Returns the slot of an egress IP in a policy, if it has one.
 #[inline(always)]
 pub fn member(policy: u32, egress: u32) -> Option<Member> {
     copied(&MEMBERS, &MemberKey { policy, egress }).ok()

@@ -1,4 +1,4 @@
-//! The transport header of a packet that may be a fragment: later fragments carry no ports, and the first one of a datagram leaves them here.
+//! The transport header of a packet that may be a fragment: later fragments have no ports, so the first one of a datagram records them.
 
 use crate::{
     headers::{
@@ -13,7 +13,7 @@ use egress_common::flow::{Fragment, FragmentKey, HeldKey};
 /// [`Fragment::dst_port`] of an ICMP answer; that of a query is 0.
 const ANSWER: u16 = 1;
 
-/// The key of a datagram.
+/// Returns the key of a datagram.
 #[inline(always)]
 pub fn key<F: Family>(ip: &Ip<F>) -> FragmentKey<F> {
     FragmentKey { src: ip.src, dst: ip.dst, id: ip.id, proto: ip.proto }
@@ -24,24 +24,24 @@ pub fn key<F: Family>(ip: &Ip<F>) -> FragmentKey<F> {
 pub fn keep<F: Family>(ip: &Ip<F>, t: &L4Header) {
     let dst_port = if t.kind == Kind::Answer { ANSWER } else { t.dst_port };
     let value = Fragment { src_port: t.src_port, dst_port };
-    // A full table evicts the oldest datagram, so this does not fail for want of room.
+    // A full table evicts the oldest datagram, so this does not fail for lack of room.
     let _ = F::fragments().insert(key::<F>(ip), value, 0);
 }
 
-/// The ports of the datagram that a later fragment belongs to.
+/// Returns the ports of the datagram that a later fragment belongs to.
 #[inline(always)]
 fn recall<F: Family>(ip: &Ip<F>) -> Option<Fragment> {
     // SAFETY: the entry is never changed in place.
     unsafe { F::fragments().get(key::<F>(ip)) }.copied()
 }
 
-/// Whether other fragments wait for this first one.
+/// Returns whether other fragments wait for this first one.
 #[inline(always)]
 pub fn is_awaited<F: Family>(ip: &Ip<F>) -> bool {
     F::held().get_ptr(&HeldKey { datagram: key(ip), place: 0 }).is_some()
 }
 
-/// Reads the transport header of `ip`, or takes what the first fragment contained.
+/// Reads the transport header of `ip`; for a later fragment, returns the ports of the first one.
 #[inline(always)]
 pub fn transport<F: Family>(pkt: &Packet, ip: &Ip<F>) -> L4Header {
     if ip.part == Part::Later {

@@ -1,7 +1,7 @@
-//! How long this node may speak for egress IPs.
+//! The time until which this node may act for egress IPs.
 
 use crate::{headers::packet::now_ns, tables::maps::DEADLINE};
-/// Whether one of this node's [`deadline`](egress_common::egress::deadline)s has not passed yet.
+/// Returns whether one of this node's [`deadline`](egress_common::egress::deadline)s has not passed yet.
 #[inline(always)]
 pub fn is_before(entry: u32) -> bool {
     matches!(DEADLINE.get(entry), Some(&deadline) if now_ns() < deadline)

@@ -1,4 +1,4 @@
-//! Which egress IP an address is.
+//! Finds the egress IP with an address.
 
 use crate::tables::{
     family::Family,
@@ -6,10 +6,10 @@ use crate::tables::{
 };
 use egress_common::egress::{self, EgressIp, flags};
 
-/// The egress IP with this address: its index and what this node knows of it.
+/// Returns the index and the entry of the egress IP with this address.
 ///
-/// An index is valid only if its entry has the address. One that was read while the memory of an entry went to another address leads elsewhere,
-/// and is looked up again. The last index that was found is tried first: a look-up in a hash table is several calls, in an array it is none.
+/// An index is valid only if its entry has the address. One that was read while its record's memory went to another address leads
+/// elsewhere, and is looked up again. The last index found is tried first: a lookup in a hash table is several calls, in an array none.
 #[inline(always)]
 pub fn find<F: Family>(addr: F) -> Option<(u32, &'static EgressIp)> {
     let hint = EGRESS_HINTS.get_ptr_mut(egress::hint(addr.last_word()))?;

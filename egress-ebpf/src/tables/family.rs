@@ -3,7 +3,7 @@
 use crate::{headers::outer::Outer, tables::maps::*};
 use egress_common::{V4, V6};
 
-/// The maps of a family: function, kind and map.
+/// Defines the accessors of a family's maps: function, kind and map.
 macro_rules! tables {
     ($($name:ident: $kind:ident = $map:ident;)*) => {
         $(
@@ -31,7 +31,7 @@ pub trait Family: Outer {
     fn excepts() -> &'static Excepts<Self>;
     fn egress_index() -> &'static EgressIndex<Self>;
     fn search() -> &'static Searches<Self>;
-    /// How many flows each endpoint has.
+    /// Returns the number of flows of each endpoint.
     fn shares() -> &'static Shares;
     fn hops() -> &'static Hops<Self>;
 }

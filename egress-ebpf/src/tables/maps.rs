@@ -1,4 +1,4 @@
-//! Every map, and the only place that knows their names and kinds. User space finds them by these names.
+//! Every map. No other module knows their names and kinds. User space finds them by these names.
 
 use aya_ebpf::{
     bindings::{BPF_F_NO_PREALLOC, bpf_timer},
@@ -68,21 +68,21 @@ pub static FRAGMENTS_V4: Fragments<V4> = LruHashMap::new();
 #[btf_map]
 pub static FRAGMENTS_V6: Fragments<V6> = LruHashMap::new();
 
-/// The route of packets from one source to one destination, cached from the routing table. Each CPU has its own, so that no
-/// other one writes it meanwhile.
+/// The route of packets from one source to one destination, cached from the routing table. Each CPU has its
+/// own, so that no other CPU writes it meanwhile.
 ///
-/// A route look-up for each packet was the largest part of a packet's cost at a gateway (docs/performance.md). A change of routes
-/// takes effect within a fifteenth of a second, with or without the agent.
+/// A route lookup for each packet was the largest part of a packet's cost at a gateway (docs/performance.md).
+/// A change of routes takes effect within a fifteenth of a second, with or without the agent.
 #[repr(C)]
 pub struct Hop<A> {
-    /// The pair.
+    /// Source and destination.
     pub src: A,
     pub dst: A,
-    /// What else the route was looked up by (`exit::RouteQuery::from`).
+    /// The remaining input of the route lookup (`exit::RouteQuery::from`).
     pub from: u32,
-    /// When it was looked up.
+    /// The moment of the lookup.
     pub moment: u32,
-    /// The interface that leads to it; or `exit::ONCE` or `exit::NONE`.
+    /// The interface that leads to the next hop; or `exit::ONCE` or `exit::NONE`.
     pub ifindex: u32,
     /// `struct bpf_redir_neigh`: family and address.
     pub neigh: [u32; 5],
@@ -92,15 +92,14 @@ pub struct Hop<A> {
     pub mtu: u32,
 }
 
-/// A search, in a map of its own for each CPU: loops in BPF keep their state best in memory that the verifier does not
-/// track.
+/// A search for a port, in a per-CPU map: loops in BPF keep their state best in memory that the verifier does not track.
 #[repr(C)]
 pub struct Search<F> {
     /// The reply's 5-tuple. Its source is the egress IP and port that are tried.
     pub key: FlowKey<F>,
-    /// The forward half's key of the flow that has that port already.
+    /// The forward half's key of the flow that already has that port.
     pub holder: FlowKey<F>,
-    /// What is entered for it; `policy` and `pod` are given, the slot is filled in.
+    /// The reverse half to be entered; `policy` and `pod` are given, the slot is filled in.
     pub value: Reverse<F>,
     /// The policy.
     pub policy: Policy,
@@ -110,27 +109,27 @@ pub struct Search<F> {
     pub namespace: u32,
     /// Generation of the tables that the flow was classified by.
     pub generation: u32,
-    /// The flow's hash: where both walks begin.
+    /// The flow's hash, at which both walks begin.
     pub hash: u32,
     /// How many blocks the egress IP has here.
     pub blocks: u32,
-    /// Whether it is in progress, or how it ended (`ports`).
+    /// Whether the search is in progress, or how it ended (`ports`).
     pub outcome: u32,
-    /// How many of the ports that were looked at are this pod's.
+    /// How many of the examined ports are this pod's.
     pub own: u32,
 }
 
 /// A frame as it was received.
 #[repr(C)]
 pub struct HeldFrame {
-    /// Tick in which it was.
+    /// Tick of its arrival.
     pub since: u32,
     /// How many of the bytes are in use.
     pub len: u32,
     pub bytes: [u8; HELD_FRAME],
 }
 
-/// What is held or released on this CPU: too large for the stack.
+/// The fragment that is held or released on this CPU: too large for the stack.
 #[repr(C)]
 pub struct Holding<A> {
     pub key: HeldKey<A>,
@@ -177,14 +176,14 @@ pub static MAGLEV: Array<MaglevChunk, MAX_MAGLEV_CHUNKS> = Array::new();
 pub static EGRESS_INDEX_V4: EgressIndex<V4> = HashMap::new();
 #[btf_map]
 pub static EGRESS_INDEX_V6: EgressIndex<V6> = HashMap::new();
-/// By a hash of the address: the index that was found last. Only the programs write it, and compare the entry's address.
+/// By a hash of the address: the index found last. Only the programs write it, and they compare the entry's address.
 #[btf_map]
 pub static EGRESS_HINTS: Array<u32, MAX_EGRESS_HINTS> = Array::new();
 #[btf_map]
 pub static EGRESS_IPS: Array<EgressIp, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
 pub static BLOCKS: Array<BlockList, MAX_EGRESS_IPS> = Array::new();
-/// For each egress IP whose flows go to several carriers: the carrier of each flow.
+/// For each egress IP whose flows are spread over several carriers: the carrier of each flow.
 #[btf_map]
 pub static CARRIERS: Array<CarrierTable, MAX_EGRESS_IPS> = Array::new();
 #[btf_map]
@@ -193,10 +192,10 @@ pub static LEASES: Array<LeaseTable, MAX_EGRESS_IPS> = Array::new();
 pub static NODES: Array<NodeEntry, MAX_NODES> = Array::new();
 #[btf_map]
 pub static NODE_INDEX: HashMap<V6, u32, MAX_NODE_ADDRESSES, GROW> = HashMap::new();
-/// Node by the MAC address that it sends from on a link that it shares with this one.
+/// Node by the MAC address from which it sends on a link that it shares with this node.
 #[btf_map]
 pub static MAC_INDEX: HashMap<MacKey, u32, MAX_MACS, GROW> = HashMap::new();
-/// By node: its reply transport, as its last probe asked for.
+/// By node: its reply transport, as its last probe requested.
 #[btf_map]
 pub static REPLY_TRANSPORT: Array<u32, MAX_NODES> = Array::new();
 /// By node: the revision up to which [`LEASES`] has its leases. Answers to its probes report it.
@@ -221,7 +220,7 @@ pub static HOPS_V6: Hops<V6> = PerCpuArray::new();
 /// The moment in which this CPU last left a packet for a next hop to the kernel (see `exit`).
 #[btf_map]
 pub static CONFIRMED: PerCpuArray<u32, 1> = PerCpuArray::new();
-/// The interface on which a CPU received its last frame, and its MAC address as of a moment ago (see `native`): saves a look-up.
+/// The interface on which a CPU received its last frame, and its MAC address as of a moment ago (see `native`): saves a lookup.
 #[repr(C)]
 pub struct Here {
     pub ifindex: u32,
@@ -232,7 +231,7 @@ pub struct Here {
 
 #[btf_map]
 pub static HERE: PerCpuArray<Here, 1> = PerCpuArray::new();
-/// The interfaces on which frames may be sent before there is a socket buffer, by index: their drivers can do that.
+/// The interfaces, by index, on which frames may be sent before there is a socket buffer: their drivers support that.
 #[btf_map]
 pub static DEVICES: DevMapHash<MAX_DEVICES> = DevMapHash::new();
 /// From either side of a VLAN device to the other: from the card, where a frame arrives, and from the device, to which it is sent.
@@ -243,13 +242,13 @@ pub static METERS: Array<Meter, { 2 * MAX_EGRESS_IPS }> = Array::new();
 
 #[btf_map]
 pub static CONFIG: Array<DatapathConfig, 1> = Array::new();
-/// By [`egress_common::egress::deadline`]: how long this node can carry egress IPs, that is, answer ARP and NDP when it is its turn, and
-/// how long it holds its lease. Its answers to probes report both.
+/// By [`egress_common::egress::deadline`]: until when this node can carry egress IPs, that is, answer ARP
+/// and NDP when it is its turn, and until when it holds its lease. Its answers to probes report both.
 #[btf_map]
 pub static DEADLINE: Array<u64, 2> = Array::new();
 #[btf_map]
 pub static COUNTERS: PerCpuArray<u64, { Counter::ALL.len() }> = PerCpuArray::new();
-/// By policy, namespace and egress IP: what their packets are counted under.
+/// By policy, namespace and egress IP: the account of their packets.
 #[btf_map]
 pub static ACCOUNTS: HashMap<AccountKey, u32, MAX_ACCOUNTS, GROW> = HashMap::new();
 #[btf_map]

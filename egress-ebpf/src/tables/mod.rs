@@ -1,4 +1,4 @@
-//! The maps, and what is read from them without a flow: policies, pods, datagrams, counters.
+//! The maps, and lookups in them that need no flow: policies, pods, datagrams, counters.
 
 pub mod classify;
 pub mod datagram;

@@ -1,12 +1,12 @@
-//! Each pod's quota of the flow table, so that a pod that opens flows without end takes no room from others. Counted by endpoint: a
-//! pod that inherits an address does not inherit its usage.
+//! Each pod's quota of the flow table, so that a pod that opens flows without end takes no room from
+//! others. Flows are counted by endpoint: a pod that inherits an address does not inherit its usage.
 
 use crate::tables::family::Family;
 use aya_ebpf::bindings::BPF_NOEXIST;
 use core::arch::asm;
 use egress_common::config::DatapathConfig;
 
-/// Whether the pod may open no more flows.
+/// Returns whether the pod may open no more flows.
 #[inline(always)]
 pub fn is_used_up<F: Family>(config: &DatapathConfig, endpoint: u32) -> bool {
     let Some(flows) = F::shares().get_ptr(endpoint) else { return false };
@@ -14,7 +14,7 @@ pub fn is_used_up<F: Family>(config: &DatapathConfig, endpoint: u32) -> bool {
     config.pod_flows != 0 && unsafe { flows.read_volatile() } >= config.pod_flows as u64
 }
 
-/// How many flows the pod has.
+/// Returns the number of the pod's flows.
 #[inline(always)]
 pub fn flows<F: Family>(endpoint: u32) -> u64 {
     // SAFETY: a pointer into the map.
@@ -26,12 +26,12 @@ pub fn flows<F: Family>(endpoint: u32) -> u64 {
 pub fn take<F: Family>(endpoint: u32) {
     match F::shares().get_ptr_mut(endpoint) {
         Some(flows) => add(flows, 1),
-        // Another CPU may be first: then the pod has one flow more than is counted.
+        // Another CPU may be first: then the pod has one flow more than the count.
         None => drop(F::shares().insert(endpoint, 1, BPF_NOEXIST as u64)),
     }
 }
 
-/// Counts one flow less. A flow that was not counted is not subtracted.
+/// Counts one flow fewer. A flow that was not counted is not subtracted.
 #[inline(always)]
 pub fn give_back<F: Family>(endpoint: u32) {
     let Some(flows) = F::shares().get_ptr_mut(endpoint) else { return };

@@ -1,15 +1,15 @@
-//! Counting, without a lock: one value for each CPU.
+//! Counters without a lock: one value for each CPU.
 
 use crate::tables::maps::COUNTERS;
 use egress_common::verdict::Counter;
 
-/// Adds one.
+/// Adds one to a counter.
 #[inline(always)]
 pub fn count(counter: Counter) {
     count_index(counter as u32);
 }
 
-/// The same for the counter with this index. Returns how many this CPU has counted before.
+/// Adds one to the counter with this index. Returns the earlier value on this CPU.
 #[inline(always)]
 pub fn count_index(counter: u32) -> u64 {
     let Some(n) = COUNTERS.get_ptr_mut(counter) else { return 0 };

@@ -1,4 +1,4 @@
-//! Traffic counters for a policy's flows from a namespace: one value for each CPU, by a number that the flow has.
+//! Traffic counters for a policy's flows from a namespace: one value for each CPU, indexed by the flow's account.
 
 use crate::{
     headers::packet::{ETH_LEN, Packet},
@@ -9,7 +9,7 @@ use egress_common::{
     verdict::Counter,
 };
 
-/// The account of flows of this namespace, policy and egress IP.
+/// Returns the account of flows of this namespace, policy and egress IP.
 #[inline(always)]
 pub fn account(namespace: u32, policy: u32, egress: u32) -> u16 {
     account_number(namespace, policy, egress) as u16
@@ -55,7 +55,7 @@ pub fn opened(account: u16) {
     }
 }
 
-/// Counts the first packet of a flow that is refused, if the counter is of that kind.
+/// Counts the first packet of a refused flow, if the counter is that of a refusal.
 #[inline(always)]
 pub fn refused(account: u16, counter: u32) {
     let Some(traffic) = of(account) else { return };
@@ -66,7 +66,7 @@ pub fn refused(account: u16, counter: u32) {
     }
 }
 
-/// Whether this counter is one of refused flows.
+/// Returns whether this counter is one of refused flows.
 #[inline(always)]
 pub fn is_refusal(counter: u32) -> bool {
     REFUSALS.iter().any(|reason: &Counter| *reason as u32 == counter)

@@ -9,7 +9,7 @@ use crate::{
 };
 use egress_common::csum;
 
-/// Which end of the packet is rewritten.
+/// The end of the packet that is rewritten.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Source,
@@ -17,7 +17,7 @@ pub enum End {
 }
 
 impl End {
-    /// Offset of the address in the IP header.
+    /// Returns the offset of the address in the IP header.
     #[inline(always)]
     pub fn address<F: Family>(self) -> u32 {
         match self {
@@ -26,7 +26,7 @@ impl End {
         }
     }
 
-    /// Offset of the port, or of an ICMP query's identifier, in the transport header.
+    /// Returns the offset of the port, or of an ICMP query's identifier, in the transport header.
     #[inline(always)]
     pub fn port(self, protocol: u32) -> u32 {
         match (protocol, self) {
@@ -37,7 +37,7 @@ impl End {
     }
 }
 
-/// An address and port, and what they become.
+/// An address and a port, before and after.
 #[derive(Clone, Copy)]
 pub struct Rewrite<F> {
     pub end: End,
@@ -45,11 +45,11 @@ pub struct Rewrite<F> {
     pub new: F,
     pub old_port: u16,
     pub new_port: u16,
-    /// Decrement the hop limit, as a router does.
+    /// Whether to decrement the hop limit, as a router does.
     pub hop: bool,
 }
 
-/// Rewrites the packet. `None` when it is too short, which parsing has ruled out, or the kernel refuses to change it.
+/// Rewrites the packet. Returns `None` if it is too short, which parsing has ruled out, or if the kernel refuses to change it.
 #[inline(always)]
 pub fn rewrite<F: Family>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()> {
     // Later fragments have no transport header: the checksum in the first one covers the pseudo-header for all.
@@ -66,12 +66,12 @@ pub fn rewrite<F: Family>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()
     if whole { write_port::<F>(pkt, ip, r) } else { Some(()) }
 }
 
-/// Updates the transport checksum at `AT` in its header: what `bpf_l4_csum_replace` would do, called for the address and then
-/// for the port, in one call instead of two.
+/// Updates the transport checksum at `AT` in its header with one call of `bpf_l4_csum_replace`, instead of one for
+/// the address and one for the port.
 ///
-/// Where the checksum is left to the card (`CHECKSUM_PARTIAL`) the field holds the sum of the pseudo-header only, elsewhere the
-/// complete checksum. No field of the context tells which it is, but the former does not change with a word outside of the
-/// pseudo-header. So one such change is requested, and whether it was made shows what to write.
+/// If the checksum is left to the card (`CHECKSUM_PARTIAL`), the field holds only the sum of the pseudo-header,
+/// otherwise the complete checksum. No field of the context tells which, but the former does not change with a word
+/// outside the pseudo-header. So one such change is requested, and whether it was made shows which value to write.
 #[inline(always)]
 fn checksum<F: Family, const AT: u32>(pkt: &Packet, ip: &Ip<F>, r: &Rewrite<F>) -> Option<()> {
     let check = pkt.read_l4::<u16>(F::HEADER, ip.l4, AT)?;

@@ -1,4 +1,4 @@
-//! The carrier that a flow goes to.
+//! Chooses the carrier that a flow goes to.
 
 use crate::{
     tables::{family::Family, maps::CARRIERS},
@@ -6,11 +6,11 @@ use crate::{
 };
 use egress_common::egress::{CARRIER_ENTRIES, EgressIp, LOCAL_CARRIER, flags};
 
-/// The carrier that is this node itself: no index in `NODES`.
+/// The carrier that is this node itself: not an index in `NODES`.
 pub const LOCAL: u32 = LOCAL_CARRIER as u32;
 
-/// The carrier that packets of an egress IP go to, of those that answer: an index in `NODES`, [`LOCAL`], or 0 for none. `entropy` is
-/// the same for all packets of a flow ([`send::entropy`]).
+/// Returns the carrier, of those that answer, to which packets of an egress IP go: an index in `NODES`,
+/// [`LOCAL`], or 0 for none. `entropy` is the same for all packets of a flow ([`send::entropy`]).
 #[inline(always)]
 pub fn of(e: &EgressIp, egress: u32, entropy: u32) -> u32 {
     if e.flags & flags::SPREAD != 0
@@ -23,7 +23,7 @@ pub fn of(e: &EgressIp, egress: u32, entropy: u32) -> u32 {
     if e.flags & flags::LOCAL != 0 { LOCAL } else { e.gateway }
 }
 
-/// The carrier of a flow with these translated source and destination ports.
+/// Returns the carrier of a flow with these translated source and destination ports.
 #[inline(always)]
 pub fn of_flow<F: Family>(e: &EgressIp, egress: u32, ports: (u16, u16), dst: F) -> u32 {
     of(e, egress, send::entropy(ports, dst))

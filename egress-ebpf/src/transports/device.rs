@@ -21,7 +21,7 @@ const OUTER_TTL: u8 = 64;
 /// Destination and source MAC address of tunnelled frames.
 pub const INNER_MACS: [Mac; 2] = [words(INNER_DST_MAC), words(INNER_SRC_MAC)];
 
-/// A MAC address as words in memory order.
+/// Returns a MAC address as words in memory order.
 pub const fn words(m: [u8; 6]) -> Mac {
     [u16::from_ne_bytes([m[0], m[1]]), u16::from_ne_bytes([m[2], m[3]]), u16::from_ne_bytes([m[4], m[5]])]
 }
@@ -29,7 +29,7 @@ pub const fn words(m: [u8; 6]) -> Mac {
 /// Sends the packet through the tunnel to `node`.
 #[inline(always)]
 pub fn send(pkt: &Packet, config: &DatapathConfig, node: &NodeEntry, vni: u32) -> Verdict {
-    // The next node's programs redirect by IP address; the inner MAC addresses only have to pass the device.
+    // The next node's programs redirect by IP address; the inner MAC addresses must only pass the device.
     if pkt.write(0, INNER_MACS).is_none() || set_key(pkt, &node.addr, node.tunnel_v4, vni) != 0 {
         return Verdict::Drop(Counter::DropRedirect);
     }
@@ -45,7 +45,7 @@ fn set_key(pkt: &Packet, addr: &V6, v4: u32, vni: u32) -> i64 {
         (*addr, BPF_F_ZERO_CSUM_TX as u64 | BPF_F_TUNINFO_IPV6 as u64)
     };
     // struct bpf_tunnel_key: identifier, remote address, then type of service, hop limit and flags, flow label, local
-    // address. Volatile, or LLVM makes a call to memset of the zeros, whose loop the verifier refuses without CAP_PERFMON.
+    // address. Volatile: otherwise LLVM calls memset for the zeros, whose loop the verifier refuses without CAP_PERFMON.
     let mut key = MaybeUninit::<[u32; KEY_LEN as usize / 4]>::uninit();
     let word = key.as_mut_ptr().cast::<u32>();
     // SAFETY: all words are within the array, and all are written.
@@ -61,7 +61,7 @@ fn set_key(pkt: &Packet, addr: &V6, v4: u32, vni: u32) -> i64 {
     }
 }
 
-/// Outer source address and network identifier of a packet that the tunnel device received.
+/// Returns the outer source address and network identifier of a packet that the tunnel device received.
 #[inline(always)]
 pub fn get_key(pkt: &Packet) -> Option<(V6, u32)> {
     let mut key = MaybeUninit::<bpf_tunnel_key>::uninit();

@@ -43,27 +43,27 @@ const DST: usize = 8;
 /// MAC addresses, three words.
 const MACS: usize = 13;
 
-/// No interface: only one packet has been seen so far, and the next one may be of another pair in the same place. A look-up does
-/// not pay yet.
+/// No interface: only one packet has been seen so far, and the next one may be of another pair in
+/// the same place. A lookup does not pay yet.
 const ONCE: u32 = 0;
-/// No interface: the routing table has nothing that a program can follow (a route that encapsulates, forwarding switched off).
+/// No interface: the routing table has no route that a program can follow (it encapsulates, or forwarding is switched off).
 const NONE: u32 = u32::MAX;
 
-/// What a route is looked up by, besides addresses.
+/// The inputs of a route lookup besides the addresses.
 #[derive(Clone, Copy)]
 struct RouteQuery {
-    /// The home interface of a floating egress IP. For a node's own address the one on which the packet arrived, with a bit that no
-    /// index has.
+    /// The home interface of a floating egress IP. For a node's own address, the interface on which
+    /// the packet arrived, with a bit that no index has.
     from: u32,
-    /// The interface that packets leave by if the routing table gives none.
+    /// The interface by which packets leave if the routing table gives none.
     home: u32,
 }
 
 impl RouteQuery {
     const ROUTED: u32 = 1 << 31;
 
-    /// A floating egress IP has one uplink as its home. A node's own address has none: as with the node's own sockets,
-    /// the interface that has it need not be the one that leads to the destination.
+    /// Returns the query for a packet of an egress IP. A floating egress IP has one uplink as its home. A node's own address
+    /// has none: as with the node's sockets, the interface that has it need not be the one that leads to the destination.
     #[inline(always)]
     fn of<C: Context>(pkt: &Packet<C>, e: &EgressIp) -> Self {
         let routed = e.flags & flags::NODE_ADDRESS != 0;
@@ -76,7 +76,7 @@ impl RouteQuery {
     }
 }
 
-/// Sends a translated packet of an egress IP to the outside. A verdict's bits.
+/// Sends a translated packet of an egress IP to the outside. Returns a verdict's bits.
 ///
 /// A global function, which the verifier checks once instead of on each path that leads to it.
 #[unsafe(no_mangle)]
@@ -93,8 +93,8 @@ pub extern "C" fn leave(skb: *mut __sk_buff, egress: u32) -> u64 {
     verdict.to_bits()
 }
 
-/// Sends a packet to the next hop of its egress IP's own subnet, which no routing table knows: the agent asks for its MAC
-/// address, and the answers are read at the uplink (`neighbor`).
+/// Sends a packet to the next hop of its egress IP's own subnet, which is in no routing table: the
+/// agent asks for its MAC address, and the answers are read at the uplink (`neighbor`).
 #[inline(always)]
 fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
     let macs = match in_subnet(egress, e) {
@@ -110,8 +110,8 @@ fn into_subnet(pkt: &Packet, egress: u32, e: &EgressIp) -> Verdict {
     pkt.redirect(e.ifindex)
 }
 
-/// The MAC addresses for a packet of an egress IP into its own subnet, as words in memory order: the next hop's and the uplink's; or why
-/// it is dropped.
+/// Returns the MAC addresses for a packet of an egress IP into its own subnet, as words in memory
+/// order: the next hop's and the uplink's; or the reason to drop the packet.
 #[inline(always)]
 pub fn in_subnet(egress: u32, e: &EgressIp) -> Result<[u32; 3], Counter> {
     let hop = match NEXT_HOPS.get(egress) {
@@ -125,7 +125,7 @@ pub fn in_subnet(egress: u32, e: &EgressIp) -> Result<[u32; 3], Counter> {
     }
 }
 
-/// Sends a packet where the routing table says.
+/// Sends a packet along its route in the routing table.
 #[inline(always)]
 fn by_route<F: Family>(pkt: &Packet, way: RouteQuery) -> Verdict {
     let Some(src) = F::load(pkt, ETH_LEN + F::SRC) else { return Verdict::Drop(Counter::DropMalformed) };
@@ -148,8 +148,8 @@ fn by_route<F: Family>(pkt: &Packet, way: RouteQuery) -> Verdict {
     }
 }
 
-/// Whether the packet, or each part of a merged one, is certainly larger than `mtu` (0: not known). Nothing fragments a redirected packet, and
-/// most drivers silently drop one that is too large. What fits into every link that IPv6 may use is not looked up.
+/// Returns whether the packet, or each part of a merged one, is certainly larger than `mtu` (0: not known). Nothing fragments a redirected
+/// packet, and most drivers silently drop one that is too large. The MTU is not looked up for packets that fit every link with IPv6.
 #[inline(always)]
 fn is_too_large(pkt: &Packet, mtu: impl FnOnce() -> u32) -> bool {
     let length = match pkt.gso_size() {
@@ -162,8 +162,8 @@ fn is_too_large(pkt: &Packet, mtu: impl FnOnce() -> u32) -> bool {
     }
 }
 
-/// What is known about the next hop of a pair at this moment, and whether it was looked up just now. `first`: look it up for the first packet
-/// of a pair, too.
+/// Returns the record of a pair's next hop at this moment, and whether it was renewed just now.
+/// `first`: look the next hop up even for the first packet of a pair.
 #[inline(always)]
 fn kept<F: Family, C: Context>(
     pkt: &Packet<C>,
@@ -188,7 +188,7 @@ fn kept<F: Family, C: Context>(
     Some((hop, stale))
 }
 
-/// Where to send a frame without a socket buffer.
+/// The way out for a frame without a socket buffer.
 pub struct Out<'a> {
     /// The interface.
     pub ifindex: u32,
@@ -198,20 +198,20 @@ pub struct Out<'a> {
     pub mtu: u32,
 }
 
-/// Where a frame of an egress IP without a subnet of its own leaves, if the routing table knows its next hop.
+/// Returns the way out for a frame of an egress IP without its own subnet, if the routing table knows the next hop.
 #[inline(always)]
 pub fn way_out<F: Family>(pkt: &Packet<Frame>, e: &EgressIp, src: &F, dst: &F) -> Option<Out<'static>> {
     by_hop(kept(pkt, RouteQuery::of(pkt, e), src, dst, true)?)
 }
 
-/// Where a frame for a neighbour on the link of an interface goes.
+/// Returns the way out for a frame to a neighbour on the link of an interface.
 #[inline(always)]
 pub fn on_link<F: Family>(pkt: &Packet<Frame>, ifindex: u32, src: &F, neighbour: &F) -> Option<Out<'static>> {
     by_hop(kept(pkt, RouteQuery { from: ifindex, home: ifindex }, src, neighbour, true)?)
 }
 
-/// The kernel has to see a packet for a next hop now and then, or it neither confirms that the neighbour is still there nor learns its
-/// new MAC address: the first packet of each moment is left to it. The next hop of that one is looked up, too.
+/// Returns the way out by a next hop. The kernel must see a packet for it now and then, or it neither confirms the neighbour
+/// nor learns its new MAC address: the first packet of each moment is left to the kernel, after its next hop was looked up.
 #[inline(always)]
 fn by_hop<F: Family>((hop, stale): (&'static Hop<F>, bool)) -> Option<Out<'static>> {
     if stale {
@@ -225,8 +225,8 @@ fn by_hop<F: Family>((hop, stale): (&'static Hop<F>, bool)) -> Option<Out<'stati
     (hop.ifindex != NONE && known).then_some(Out { ifindex: hop.ifindex, macs: &hop.macs, mtu: hop.mtu })
 }
 
-/// Where a pair's next hop is kept. Pairs that share a place evict each other, which only costs time: a cheap hash will do
-/// (multiplication by the golden ratio: Knuth, The Art of Computer Programming, section 6.4).
+/// Returns the place of a pair's next hop. Pairs that share a place evict each other, which costs only time, so a
+/// cheap hash suffices (multiplication by the golden ratio: Knuth, The Art of Computer Programming, section 6.4).
 #[inline(always)]
 fn place<F: Family>(way: RouteQuery, src: &F, dst: &F) -> u32 {
     let fold = |address: &F| address.as_ref().iter().fold(0, |folded, word| folded ^ word);
@@ -234,13 +234,13 @@ fn place<F: Family>(way: RouteQuery, src: &F, dst: &F) -> u32 {
     (h >> 32) as u32 % MAX_HOPS as u32
 }
 
-/// Word by word, or LLVM makes a call to memcmp.
+/// Compares two addresses. Word by word: otherwise LLVM calls memcmp.
 #[inline(always)]
 fn equal<F: Family>(a: &F, b: &F) -> bool {
     a.as_ref().iter().zip(b.as_ref()).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
 }
 
-/// Looks the next hop up in the routing table: the interface that leads to it; or [`NONE`].
+/// Looks up the next hop in the routing table. Returns the interface that leads to it, or [`NONE`].
 #[inline(always)]
 fn find<F: Family, C: Context>(pkt: &Packet<C>, way: RouteQuery, hop: &mut Hop<F>, src: &F, dst: &F) -> u32 {
     let mut lookup = Lookup::uninit();
@@ -255,22 +255,22 @@ fn find<F: Family, C: Context>(pkt: &Packet<C>, way: RouteQuery, hop: &mut Hop<F
     }
     let [family, ..] = get(FAMILY).to_ne_bytes();
     hop.neigh = [family as u32, get(DST), get(DST + 1), get(DST + 2), get(DST + 3)];
-    // Source before destination, and zeroes if the neighbour is not known; a frame has them the other way round.
+    // Source before destination, and zeroes if the neighbour is not known; a frame has them in the opposite order.
     let (a, b, c) = (get(MACS), get(MACS + 1), get(MACS + 2));
     hop.macs = [b >> 16 | c << 16, c >> 16 | a << 16, a >> 16 | b << 16];
     hop.mtu = pkt.mtu_of(ifindex);
     ifindex
 }
 
-/// Whether the stack would treat a packet that arrives here as one for this node itself. Also true if no route leads to `dst`, or
-/// if the stack does not forward from this interface.
+/// Returns whether the stack would treat a packet that arrives here as one for this node itself. Also
+/// returns `true` if no route leads to `dst`, or if the stack does not forward from this interface.
 #[inline(always)]
 pub fn is_own<F: Family>(pkt: &Packet, src: &F, dst: &F) -> bool {
     let found = look_up(pkt, &mut Lookup::uninit(), 0, pkt.ifindex(), src, dst);
     matches!(found, BPF_FIB_LKUP_RET_NOT_FWDED | BPF_FIB_LKUP_RET_FWD_DISABLED)
 }
 
-/// Asks the routing table: fills in the look-up, and returns one of `BPF_FIB_LKUP_RET_*`.
+/// Queries the routing table: fills in the lookup, and returns one of `BPF_FIB_LKUP_RET_*`.
 #[inline(always)]
 fn look_up<F: Family, C: Context>(
     pkt: &Packet<C>,
@@ -281,7 +281,7 @@ fn look_up<F: Family, C: Context>(
     dst: &F,
 ) -> u32 {
     let word = lookup.as_mut_ptr().cast::<u32>();
-    // Volatile, or LLVM makes a call to memset of the zeros, whose loop the verifier refuses without CAP_PERFMON.
+    // Volatile: otherwise LLVM calls memset for the zeros, whose loop the verifier refuses without CAP_PERFMON.
     let put = |index: usize, value: u32| {
         // SAFETY: every index is below LOOKUP_LEN / 4.
         unsafe { word.add(index).write_volatile(value) }

@@ -1,4 +1,4 @@
-//! Packets of pods that are too large for the transport of their flow: the pod is told the largest size, as by a router.
+//! Packets of pods that are too large for the transport of their flow: the pod is told the size that fits, as by a router.
 
 use crate::{
     headers::{
@@ -20,10 +20,10 @@ use egress_common::{
     verdict::{Counter, Verdict},
 };
 
-/// Upper half of what [`judge`] returns, with the MTU in the lower one: no verdict has these bits.
+/// Upper half of the result of [`judge`], with the MTU in the lower half: no verdict has these bits.
 pub const ANSWER: u64 = u32::MAX as u64 - 1;
-/// How much of a packet is quoted, which is more than any receiver looks at. RFC 1812 (section 4.3.2.3) allows 548 bytes; RFC 4443
-/// (section 3.2) asks for more over IPv6, but old kernels sum up 512 bytes at once.
+/// How much of a packet is quoted: more than any receiver looks at. RFC 1812 (section 4.3.2.3) allows 548
+/// bytes; RFC 4443 (section 3.2) asks for more over IPv6, but old kernels sum up at most 512 bytes in one call.
 const QUOTED: u32 = 512;
 /// ICMP "fragmentation needed" (RFC 1191, section 4) and ICMPv6 "packet too big" (RFC 4443, section 3.2): type and code.
 const FRAGMENTATION_NEEDED: u32 = 0x0304 << 16;
@@ -31,14 +31,14 @@ const PACKET_TOO_BIG: u32 = 0x0200 << 16;
 /// Length of the ICMP header.
 const ICMP: u32 = at::ICMP_LEN;
 
-/// Whether the packet may be too large for some transport.
+/// Returns whether the packet may be too large for some transport.
 #[inline(always)]
 pub fn may_be(pkt: &Packet, config: &DatapathConfig) -> bool {
     config.room != 0 && send::segment(pkt) > config.room
 }
 
-/// The verdict on a packet that is too large for the transport to the carrier `to`, and that must not be fragmented there or, on an
-/// IPv6 underlay, cannot be: it is answered. Over IPv4 the tunnel device takes packets that may be fragmented, and fragments.
+/// Returns the verdict on a packet that is too large for the transport to the carrier `to`, and that must not be fragmented there
+/// or, on an IPv6 underlay, cannot be: an answer. Over IPv4 the tunnel device takes packets that may be fragmented, and fragments.
 #[inline(always)]
 pub fn judge<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, to: u32) -> Option<Verdict> {
     if !may_be(pkt, config) || to == carrier::LOCAL {
@@ -50,7 +50,7 @@ pub fn judge<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, to: u
     if send::segment(pkt) <= fits || !whole { None } else { Some(Verdict::Later(ANSWER << 32 | fits as u64)) }
 }
 
-/// Writes the answer over the packet and sends it back to the pod. A verdict's bits.
+/// Writes the answer over the packet and sends it back to the pod. Returns a verdict's bits.
 #[inline(always)]
 pub fn answer<F: Family>(pkt: &Packet, mtu: u32) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return Verdict::Drop(Counter::DropMalformed).to_bits() };

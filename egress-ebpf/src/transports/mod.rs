@@ -1,4 +1,4 @@
-//! Transports to another node and out of this one, and what fits them.
+//! Transports to another node and out of this one, and packets that do not fit them.
 
 pub mod carrier;
 pub mod device;

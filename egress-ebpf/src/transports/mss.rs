@@ -1,4 +1,4 @@
-//! Keeping TCP segments small enough for the tunnel: the maximum segment size option of SYN and SYN+ACK.
+//! Keeps TCP segments small enough for the tunnel, by the maximum segment size option of SYN and SYN+ACK.
 
 use crate::{
     headers::{
@@ -11,7 +11,7 @@ use crate::{
 use aya_ebpf::bindings::__sk_buff;
 use egress_common::{V4, V6, config::DatapathConfig, transport::DIRECT};
 
-/// Options that are looked at before the search is given up; Linux sends the option first.
+/// Options examined before the search is given up; Linux sends this option first.
 const MAX_OPTIONS: u32 = 10;
 
 /// Length of a TCP header without options.
@@ -20,7 +20,7 @@ const TCP_HEADER: u32 = at::TCP_LEN;
 const KIND: u8 = 2;
 const LENGTH: u8 = 4;
 
-/// Lowers the option in the TCP header at `l4` to what fits the transport to the carrier `to` of the egress IP.
+/// Lowers the option in the TCP header at `l4` to the size that fits the transport to the carrier `to` of the egress IP.
 #[inline(always)]
 pub fn clamp<F: Family>(pkt: &Packet, config: &DatapathConfig, to: u32, l4: u32) {
     let limit = match NODES.get(to) {
@@ -44,7 +44,7 @@ pub extern "C" fn clamp_mss(skb: *mut __sk_buff, l4: u32, limit: u32) -> i32 {
     let end = (words >> 4) as u32 * 4;
     let mut at = TCP_HEADER;
     for _ in 0..MAX_OPTIONS {
-        // Else the options before this one would each be a path of their own. The verifier knows no argument of a global function.
+        // Otherwise the options before this one would each be a separate path. The verifier knows no argument of a global function.
         at = hidden(at, limit);
         if limit == 0 || at + 4 > end {
             return 0;
@@ -68,7 +68,7 @@ pub extern "C" fn clamp_mss(skb: *mut __sk_buff, l4: u32, limit: u32) -> i32 {
     0
 }
 
-/// The option right behind a plain header, as Linux sends it: without a call for each byte. `None` where it is not there.
+/// Handles the option right after a plain header, as Linux sends it, without a call for each byte. `None`: it is not there.
 #[inline(always)]
 fn usual<F: Family>(pkt: &Packet, l4: u32, limit: u32) -> Option<()> {
     let h = pkt.read_l4::<[u32; 3]>(F::HEADER, l4, at::TCP_LENGTH)?;
@@ -83,7 +83,7 @@ fn usual<F: Family>(pkt: &Packet, l4: u32, limit: u32) -> Option<()> {
     }
 }
 
-/// The new value of the option with the value `old` at `at`, if it changes; the checksum is updated.
+/// Returns the new value of the option with the value `old` at `at`, if it changes, and updates the checksum.
 #[inline(always)]
 fn lowered(pkt: &Packet, l4: u32, at: u32, limit: u32, old: u16) -> Option<u16> {
     if limit == 0 || u16::from_be(old) as u32 <= limit {

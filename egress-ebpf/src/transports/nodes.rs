@@ -1,4 +1,4 @@
-//! Which node a packet comes from.
+//! Finds the node that a packet comes from.
 
 use crate::{
     headers::packet::{Mac, Packet},
@@ -6,21 +6,21 @@ use crate::{
 };
 use egress_common::{V6, egress::MacKey};
 
-/// The node of an outer source address. This node sends itself nothing through the tunnel: its own address is a socket's.
+/// Returns the node of an outer source address. This node sends itself nothing through the tunnel: its own address is a socket's.
 #[inline(always)]
 pub fn sender(outer: &V6) -> Option<u32> {
     let index = node_of(outer)?;
     if CONFIG.get(0)?.node == index { None } else { Some(index) }
 }
 
-/// The node that an address belongs to.
+/// Returns the node that an address belongs to.
 #[inline(always)]
 pub fn node_of(outer: &V6) -> Option<u32> {
     // SAFETY: read only.
     unsafe { NODE_INDEX.get(outer) }.copied()
 }
 
-/// The node whose MAC address the frame comes from.
+/// Returns the node from whose MAC address the frame comes.
 #[inline(always)]
 pub fn link_node(pkt: &Packet) -> Option<u32> {
     let mac = pkt.read::<Mac>(6)?;

@@ -25,22 +25,22 @@ use egress_common::{
 
 /// Source and destination port as they lie in a probe.
 const PORTS: u32 = ((PORT as u32) << 16 | PORT as u32).to_be();
-/// The agent's mark of a probe that is to be sent.
+/// The source MAC address by which the agent marks a probe that is to be sent.
 const MARK: Mac = device::words(SRC_MAC);
 
-/// A packet at the tunnel device's egress: a probe of the agent is sent on; any other packet passes. A verdict's bits, put
-/// together at each end: the verifiers of old kernels also follow paths on which an enum's payload was never set.
+/// Handles a packet at the tunnel device's egress: sends a probe of the agent on, and lets any other packet pass. Returns a
+/// verdict's bits, built at each end: the verifiers of old kernels also follow paths on which an enum's payload was never set.
 #[inline(always)]
 pub fn send<F: Family>(pkt: &Packet, ip: &Ip<F>) -> u64 {
     let Some(mac) = pkt.read::<Mac>(6) else { return Verdict::Pass.to_bits() };
     if (mac[0] ^ MARK[0]) | (mac[1] ^ MARK[1]) | (mac[2] ^ MARK[2]) != 0 {
         return Verdict::Pass.to_bits();
     }
-    // The mark is no secret, and a packet that is no probe would leave by the transport that it names.
+    // The mark is not secret, and a packet that is not a probe would leave by the transport that it names.
     if ip.part != Part::Whole || ip.l4 != ETH_LEN + F::HEADER || !is::<F>(pkt) {
         return Verdict::Drop(Counter::DropForged).to_bits();
     }
-    // Read to the stack at once: of several reads in the packet, LLVM keeps what failed ones left unset.
+    // Copied to the stack in one read: of several reads in the packet, LLVM keeps values that failed reads left unset.
     let Some(probe) = pkt.load::<Probe>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
         return Verdict::Drop(Counter::DropMalformed).to_bits();
     };
@@ -49,24 +49,24 @@ pub fn send<F: Family>(pkt: &Packet, ip: &Ip<F>) -> u64 {
     let Some(index) = nodes::node_of(&remote) else {
         return Verdict::Drop(Counter::DropNoOwner).to_bits();
     };
-    // Each takes another of the paths that a flow may take.
+    // Each probe takes another of the paths that a flow may take.
     let [.., a, b, c, d] = probe.seq;
     let entropy = hash::scatter(u32::from_be_bytes([a, b, c, d]));
     Verdict::send(purpose::PROBE + (probe.transport & 3) as u32, index, entropy).to_bits()
 }
 
-/// Whether the packet is a probe: no flow has its ports.
+/// Returns whether the packet is a probe: no flow has its ports.
 #[inline(always)]
 pub fn is<F: Family>(pkt: &Packet) -> bool {
     let ports = ETH_LEN + F::HEADER;
-    // Ports, length and checksum, then what a probe begins with.
+    // Ports, length and checksum, then the beginning of a probe.
     let Some([both, _, magic]) = pkt.read_header::<[u32; 3]>(ports) else { return false };
     let udp = pkt.read::<u8>(ETH_LEN + F::PROTOCOL) == Some(proto::UDP as u8);
     let version = pkt.read::<u8>(ports + 12) == Some(VERSION);
     udp && both == PORTS && magic == u32::from_ne_bytes(MAGIC) && version
 }
 
-/// A probe from node number `index`: a request is returned, a reply goes to the agent. A verdict's bits.
+/// Handles a probe from node number `index`: returns a request, passes a reply to the agent. The result is a verdict's bits.
 #[inline(never)]
 pub fn receive(pkt: &Packet, index: u32) -> u64 {
     match pkt.protocol() {
@@ -112,7 +112,7 @@ fn answer<F: Family>(pkt: &Packet, index: u32) -> Verdict {
     Verdict::send(purpose::PROBE + by, index, 0)
 }
 
-/// Swaps the addresses, which leaves all checksums right (the ports are the same), and turns the request into a reply.
+/// Swaps the addresses, which leaves all checksums valid (the ports are the same), and turns the request into a reply.
 #[inline(always)]
 fn turn_around<F: Family>(
     pkt: &Packet,
@@ -147,7 +147,7 @@ fn pass_to_agent<F: Family>(pkt: &Packet, index: u32) -> Verdict {
         return Verdict::Drop(Counter::DropMalformed);
     };
     let answer = ProbeAnswer { probe, node: index, family: F::VERSION };
-    // A full buffer means that no agent reads: the probe counts as lost.
+    // A full buffer means that no agent reads it: the probe counts as lost.
     let _ = PROBES.output(&answer, 0);
     Verdict::Drop(Counter::ProbeReturned)
 }

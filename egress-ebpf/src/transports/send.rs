@@ -1,4 +1,4 @@
-//! Sending to another node: which transport a packet takes, and what a transport cannot carry.
+//! Sending to another node: the transport that a packet takes, and packets that a transport cannot carry.
 
 use crate::{
     headers::{
@@ -27,9 +27,8 @@ use egress_common::{
 /// Assumed length of headers that are not at their usual offsets: more than they can have.
 const LONGEST_HEADERS: u32 = 40 + 64 + 60;
 
-/// Sends the packet to the node whose index in `NODES` is in the lower half of `to`, for `purpose`. What the node's
-/// transport cannot carry takes the tunnel device. The upper half of `to` distinguishes flows on the path. Returns a
-/// verdict's bits.
+/// Sends the packet for `purpose` to the node whose index in `NODES` is in the lower half of `to`. A packet that the node's transport
+/// cannot carry takes the tunnel device. The upper half of `to` distinguishes flows on the path. Returns a verdict's bits.
 ///
 /// A global function, which the verifier checks once instead of on each path that leads to it.
 #[unsafe(no_mangle)]
@@ -57,7 +56,7 @@ pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u6
             if why != 0 {
                 stats::count_index(why);
             }
-            // Only over IPv4 does the device send what is too large, in fragments.
+            // Only over IPv4 does the device send packets that are too large, in fragments.
             if node.tunnel_v4 == 0 && config.room != 0 && segment(&pkt) > config.room {
                 return Verdict::Drop(Counter::DropTooLarge).to_bits();
             }
@@ -67,7 +66,7 @@ pub extern "C" fn send_to_node(skb: *mut __sk_buff, to: u32, purpose: u32) -> u6
     }
 }
 
-/// What distinguishes a packet from those of other flows: ports and an address.
+/// Returns a number that distinguishes a packet from those of other flows, by ports and an address.
 #[inline(always)]
 pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
     let mut h = ports.0 as u32 | (ports.1 as u32) << 16;
@@ -75,7 +74,7 @@ pub fn entropy<F: Family>(ports: (u16, u16), address: F) -> u32 {
     hash::scatter(h)
 }
 
-/// The reply transport of node number `index`, as far as this node allows it.
+/// Returns the reply transport of node number `index`, as far as this node allows it.
 #[inline(always)]
 pub fn reply_transport(index: u32, node: &NodeEntry) -> u32 {
     match REPLY_TRANSPORT.get(index) {
@@ -97,25 +96,25 @@ fn direct(pkt: &Packet, node: &NodeEntry) -> Result<Verdict, u32> {
     Ok(pkt.redirect(node.ifindex))
 }
 
-/// The node's MAC address and that of our interface, as words in memory order.
+/// Returns the node's MAC address and that of our interface, as words in memory order.
 #[inline(always)]
 pub fn macs(node: &NodeEntry) -> [u32; 3] {
-    // Read one by one, or LLVM makes a call to memmove (see `Packet::write_words`).
+    // Read one by one: otherwise LLVM calls memmove (see `Packet::write_words`).
     let macs = (&raw const node.macs).cast::<u32>();
     // SAFETY: three words, and the record is aligned for words.
     unsafe { [macs.read_volatile(), macs.add(1).read_volatile(), macs.add(2).read_volatile()] }
 }
 
-/// The length by which a packet's transport is chosen. A fragment counts as the largest packet that its ingress interface carries:
-/// all fragments of a datagram have to take the same transport. Through the device some of them are fragmented again and
-/// reassembled by the other node's stack; a small last one over another transport would arrive first.
+/// Returns the length by which a packet's transport is chosen. A fragment counts as the largest packet that its ingress
+/// interface carries: all fragments of a datagram must take the same transport. Through the device, some of them are fragmented
+/// again and reassembled by the other node's stack; a small last fragment over another transport would arrive first.
 #[inline(always)]
 pub fn largest(pkt: &Packet, fragment: bool) -> u32 {
     let len = segment(pkt);
     if fragment { len.max(pkt.mtu_of(0)) } else { len }
 }
 
-/// Whether a packet is a fragment, or may be one: it has an IPv6 extension header.
+/// Returns whether a packet is a fragment, or may be one because it has an IPv6 extension header.
 #[inline(always)]
 pub fn is_fragment(pkt: &Packet) -> bool {
     if pkt.protocol() == IPV4 {
@@ -127,7 +126,7 @@ pub fn is_fragment(pkt: &Packet) -> bool {
     }
 }
 
-/// Length of the longest IP packet that this one becomes on the wire: of merged ones, a part with its headers.
+/// Returns the length of the longest IP packet that this one becomes on the wire: for a merged packet, of a part with its headers.
 #[inline(always)]
 pub fn segment(pkt: &Packet) -> u32 {
     match pkt.gso_size() {
@@ -136,7 +135,7 @@ pub fn segment(pkt: &Packet) -> u32 {
     }
 }
 
-/// Length of IP and transport header of a merged packet.
+/// Returns the length of the IP and transport headers of a merged packet.
 #[inline(always)]
 fn headers(pkt: &Packet) -> u32 {
     let (header, next) = if pkt.protocol() == IPV4 {

@@ -1,8 +1,8 @@
-//! Bandwidth of egress IPs: their packets pass the shaper, a pair of veth devices on the owner. The near end has an HTB
-//! class for each limited egress IP and direction, the far end this program, which sends the packets on.
+//! Bandwidth of egress IPs: their packets pass the shaper, a pair of veth devices on the owner. The near end has
+//! an HTB class for each limited egress IP and direction; `shaper_ingress` at the far end sends the packets on.
 //!
-//! HTB makes the packets wait; how many may wait is decided before it, so that the excess is dropped and counted here,
-//! whatever queue the class has.
+//! HTB makes the packets wait; the limit on waiting packets is applied before it, so that the excess is dropped
+//! and counted here, whatever queue the class has.
 
 use crate::{
     headers::{
@@ -25,13 +25,13 @@ pub const IN: u32 = 1;
 /// Destination addresses of frames in the shaper, by direction.
 pub const MACS: [Mac; 2] = [[0x5302, 0x0050, 0x0000], [0x5302, 0x0050, 0x0100]];
 
-/// What [`enter`] returns for a packet in excess.
+/// Result of [`enter`] for a packet in excess.
 const TOO_MUCH: u64 = u64::MAX;
 
-/// This long after the last packet came out, packets still counted as waiting are taken as lost.
+/// This long after the last packet came out, packets still counted as waiting are considered lost.
 const LOST_NS: u64 = 2_000_000_000;
 
-/// Sends a packet of an egress IP with a limit through the shaper, if there is one.
+/// Sends a packet of an egress IP with limited bandwidth through the shaper, if there is one.
 #[inline(always)]
 pub fn limit(pkt: &Packet, egress: u32, e: &EgressIp, direction: u32) -> Option<Verdict> {
     if e.queue == 0 {
@@ -89,7 +89,7 @@ unsafe fn add(to: *mut u64, amount: u64) {
     unsafe { core::arch::asm!("lock *(u64 *)({to} + 0x0) += {amount}", to = in(reg) to, amount = in(reg) amount) }
 }
 
-/// A packet of this egress IP and direction has come out of the shaper.
+/// Records that a packet of this egress IP and direction has come out of the shaper.
 #[inline(always)]
 pub fn passed(pkt: &Packet, egress: u32, direction: u32) {
     if let Some(meter) = METERS.get_ptr_mut(2 * egress + direction) {

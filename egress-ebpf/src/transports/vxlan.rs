@@ -1,5 +1,5 @@
-//! VXLAN without the tunnel device: the outer headers written and stripped here, the same bytes on the wire. Anything
-//! that the device would not treat in the usual way is left to it.
+//! VXLAN without the tunnel device: the programs write and strip the outer headers, with the same
+//! bytes on the wire. Packets that the device would not treat in the usual way are left to it.
 
 use crate::{
     headers::{
@@ -33,10 +33,10 @@ const VNI_VALID: u32 = 0x0800_0000_u32.to_be();
 pub const DECAP_L4_UDP: u64 = 1 << 10;
 /// The type of IPv6's fragment header (RFC 8200, section 4.5).
 const FRAGMENT: u8 = 44;
-/// `EALREADY`: there are inner headers already.
+/// `EALREADY`: the packet already has inner headers.
 const ALREADY: i64 = -114;
 
-/// For both families: metadata of an inner Ethernet header, UDP, lengths of merged packets and checksums as they are.
+/// For both families: metadata of an inner Ethernet header, UDP; lengths of merged packets and checksums stay as they are.
 const ENCAP: u64 = BPF_F_ADJ_ROOM_FIXED_GSO as u64
     | BPF_F_ADJ_ROOM_ENCAP_L4_UDP as u64
     | BPF_F_ADJ_ROOM_ENCAP_L2_ETH as u64
@@ -68,16 +68,16 @@ pub fn send(pkt: &Packet, config: &DatapathConfig, node: &NodeEntry, vni: u32, e
     Ok(pkt.redirect_hop(node))
 }
 
-/// The congestion bits of the outer header (RFC 6040, section 4.1, compatibility with a decapsulator that knows them).
+/// Returns the congestion bits of the outer header (RFC 6040, section 4.1, compatibility with a decapsulator that knows them).
 #[inline(always)]
 pub fn outer_ecn<C: Context>(pkt: &Packet<C>, protocol: u16) -> u32 {
     let first = u32::from_be(pkt.read::<u32>(ETH_LEN).unwrap_or(0));
     let inner = if protocol == IPV4 { first >> 16 & 3 } else { first >> 20 & 3 };
-    // "Experienced" outside would be taken for congestion in the tunnel.
+    // "Experienced" in the outer header would count as congestion in the tunnel.
     if inner == 3 { 2 } else { inner }
 }
 
-/// What the outer headers are made of.
+/// The inputs of the outer headers.
 pub struct Outer<'a> {
     pub config: &'a DatapathConfig,
     pub node: &'a NodeEntry,
@@ -93,10 +93,10 @@ pub struct Outer<'a> {
 }
 
 impl Outer<'_> {
-    /// UDP, VXLAN and inner Ethernet header up to the EtherType, as words in memory order.
+    /// Returns the UDP, VXLAN and inner Ethernet header up to the EtherType, as words in memory order.
     #[inline(always)]
     fn payload(&self) -> [u32; 7] {
-        // From the dynamic ports (RFC 6335), by the flow's hash.
+        // A dynamic port (RFC 6335), chosen by the flow's hash.
         let ports = (0xc000 | self.entropy & 0x3fff) << 16 | self.config.tunnel_port & 0xffff;
         [
             ports.to_be(),
@@ -109,19 +109,19 @@ impl Outer<'_> {
         ]
     }
 
-    /// Writes them, over IPv4 or IPv6, and counts the packet.
+    /// Writes the headers, over IPv4 or IPv6, and counts the packet.
     #[inline(always)]
     pub fn write<C: Context>(&self, pkt: &Packet<C>, ipv4: bool) -> Option<()> {
         let sent = stats::count_index(Counter::SentVxlan as u32) as u32;
         if ipv4 { self.write_v4(pkt, sent) } else { self.write_v6(pkt) }
     }
 
-    /// `sent` is how many this CPU has sent before.
+    /// `sent` is the number of packets that this CPU has sent before.
     #[inline(always)]
     fn write_v4<C: Context>(&self, pkt: &Packet<C>, sent: u32) -> Option<()> {
         let (source, to) = (self.node.source[3], self.node.addr[3]);
         let length = (self.ecn << 16 | (self.len + OVERHEAD_V4 - ETH_LEN)).to_be();
-        // A fresh number for each packet (RFC 6864, section 4.1): it may be fragmented. A helper for random ones costs two calls.
+        // A fresh number for each packet (RFC 6864, section 4.1), because it may be fragmented. A random number costs two calls.
         let id = (sent ^ self.entropy) & 0xffff;
         let check = !csum::fold(self.node.csum + csum::sum_words(&[length, id]));
         pkt.write_words(ETH_LEN, &[OUTER_V4 | length, id, OUTER_V4_TTL | (check as u32) << 16, source, to])?;
@@ -141,17 +141,17 @@ impl Outer<'_> {
     }
 }
 
-/// What a packet for this node is, by its outer headers.
+/// The kind of a packet for this node, by its outer headers.
 pub enum Wrapped {
     /// It does not belong to the tunnel.
     Not,
-    /// It is, and is left to the device for this reason.
+    /// It belongs to the tunnel, and is left to the device for this reason.
     Unusual(Counter),
-    /// It is: network identifier, outer source address (IPv4 in its mapped form), and EtherType of the packet in it.
+    /// It belongs to the tunnel: network identifier, outer source address (IPv4 in its mapped form), and EtherType of the packet in it.
     Usual(u32, V6, u16),
 }
 
-/// Length of all headers in front of the frame that is in the tunnel, its own Ethernet header among them.
+/// Returns the length of all headers in front of the packet in the tunnel: outer IP, UDP, VXLAN and inner Ethernet.
 #[inline(always)]
 pub const fn overhead<F: Header>() -> u32 {
     F::HEADER + at::UDP_LEN + at::VXLAN_LEN + ETH_LEN
@@ -161,8 +161,8 @@ pub const fn overhead<F: Header>() -> u32 {
 #[inline(always)]
 pub fn wrapped<F: Family, C: Context>(pkt: &Packet<C>, config: &DatapathConfig) -> Wrapped {
     let Some((source, usual)) = F::outer(pkt, config) else { return Wrapped::Not };
-    // VXLAN header, and after the inner MAC addresses the EtherType. One after the other: old verifiers follow the path on
-    // which only the second is there.
+    // The VXLAN header, and the EtherType after the inner MAC addresses. They are read
+    // sequentially, because old verifiers follow the path on which only the second is there.
     let Some([VNI_VALID, vni]) = pkt.read_header::<[u32; 2]>(ETH_LEN + F::HEADER + at::UDP_LEN) else {
         return Wrapped::Unusual(Counter::DeviceOuter);
     };
@@ -178,17 +178,17 @@ pub fn wrapped<F: Family, C: Context>(pkt: &Packet<C>, config: &DatapathConfig) 
     Wrapped::Usual(u32::from_be(vni) >> 8, source, inner)
 }
 
-/// What became of a packet at the underlay's interface.
+/// The result of [`strip`].
 pub enum Stripped {
     /// It does not belong to the tunnel.
     Not,
-    /// It is, and the stack brings it to the device.
+    /// It belongs to the tunnel, and the stack brings it to the device.
     Left,
-    /// The outer header is gone: network identifier, and outer source address (IPv4 in its mapped form).
+    /// The outer header was removed: network identifier, and outer source address (IPv4 in its mapped form).
     Done(u32, V6),
 }
 
-/// Takes the outer headers off, if they are those of a tunnelled packet for this node and nothing about them is unusual.
+/// Removes the outer headers, if they are those of a tunnelled packet for this node and nothing about them is unusual.
 #[inline(always)]
 pub fn strip<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Stripped {
     let (vni, source, inner) = match wrapped::<F, _>(pkt, config) {
@@ -220,11 +220,11 @@ pub fn strip<F: Family>(pkt: &Packet, config: &DatapathConfig) -> Stripped {
     Stripped::Done(vni, source)
 }
 
-/// Whether a datagram with IPv4 options, or a fragment, is for another port than the tunnel's: a reply, where the tunnel's address is an
-/// egress IP. A later fragment whose first one was not seen may be the tunnel's.
+/// Returns whether a datagram with IPv4 options, or a fragment, is for a port other than the tunnel's: a reply, where
+/// the tunnel's address is an egress IP. A later fragment whose first fragment was not seen may be the tunnel's.
 #[inline(always)]
 fn is_elsewhere<F: Family>(pkt: &Packet, config: &DatapathConfig) -> bool {
-    // Over IPv6 the port is at its usual place, or the packet is not taken for a tunnelled one.
+    // Over IPv6 the port is at its usual place; otherwise the packet does not count as tunnelled.
     if F::VERSION != 4 {
         return false;
     }
@@ -233,8 +233,8 @@ fn is_elsewhere<F: Family>(pkt: &Packet, config: &DatapathConfig) -> bool {
     t.kind == Kind::Udp && u16::from_be(t.dst_port) as u32 != config.tunnel_port
 }
 
-/// Whether the packet in the tunnel is a fragment. Larger ones of its datagram come in fragments of the outer packet, which the stack
-/// reassembles: stripped here, a small last one would overtake its first one.
+/// Returns whether the packet in the tunnel is a fragment. Larger fragments of its datagram arrive in fragments of the
+/// outer packet, which the stack reassembles: if stripped here, a small last fragment would overtake the first one.
 #[inline(always)]
 fn is_inner_fragment<C: Context>(pkt: &Packet<C>, l3: u32, protocol: u16) -> bool {
     if protocol == IPV4 {

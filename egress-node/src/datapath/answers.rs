@@ -1,4 +1,4 @@
-//! Answers to this node's probes, which its programs put into a ring buffer.
+//! The answers to this node's probes, which the eBPF programs write to a ring buffer.
 
 use super::{Pins, maps::MapsError};
 use aya::maps::{Map, MapData, RingBuf};
@@ -16,7 +16,7 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Opens the pinned buffer. Leftovers that an earlier agent did not read are skipped as answers to no probe.
+    /// Opens the pinned buffer. Answers that an earlier agent left unread match no probe and are skipped.
     pub fn open(pins: &Pins) -> Result<Self, MapsError> {
         let path = pins.map(MAP);
         let open = || MapData::from_pin(&path).and_then(Map::from_map_data).and_then(RingBuf::try_from);
@@ -46,7 +46,7 @@ fn decode(bytes: &[u8]) -> Option<Answered> {
     if bytes.len() < size_of::<ProbeAnswer>() {
         return None;
     }
-    // SAFETY: there are enough bytes, and any are a ProbeAnswer.
+    // SAFETY: the length was checked above, and every bit pattern is a valid ProbeAnswer.
     let ProbeAnswer { probe, family, .. } = unsafe { bytes.as_ptr().cast::<ProbeAnswer>().read_unaligned() };
     let Probe { kind, transport, reply_transport, state: probe_state, node_id, seq, leases, .. } = probe;
     (kind == REPLY).then(|| Answered {

@@ -1,5 +1,5 @@
-//! Where the programs are attached: TCX links that are pinned, or on kernels before 6.6 filters of a clsact qdisc. Either
-//! way they stay attached when the agent ends, and are replaced without a gap when another one starts.
+//! Attaches the programs: with pinned TCX links, or on kernels before 6.6 as filters of a clsact qdisc. Either way they stay attached when
+//! the agent ends, and the next agent replaces them without a gap.
 
 use super::{
     Pins,
@@ -21,10 +21,9 @@ use thiserror::Error;
 
 /// Priority of our filters at a clsact qdisc: before all others.
 const FIRST: u16 = 1;
-/// Their priority if somebody else's filter is the first and its priority cannot be shared.
+/// Priority of our filters if a foreign filter is the first and its priority cannot be shared.
 const LATER: u16 = 0x53;
-/// Handles of our filters. Within a priority the newest filter runs first: to become first again, a filter is added with the free
-/// handle.
+/// Handles of our filters. Within a priority the newest filter runs first: a filter is added with the free handle to become first again.
 const HANDLES: [u32; 2] = [0x5350, 0x5351];
 
 /// How programs are attached on this kernel.
@@ -72,7 +71,7 @@ pub struct AttachError {
 /// What failed while attaching.
 #[derive(Debug, Error)]
 pub enum Failure {
-    /// The program is not there.
+    /// The program cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
     /// The kernel refused.
@@ -86,7 +85,7 @@ pub enum Failure {
         "a filter of kind {kind} with priority {priority} comes before it and may end the chain: give that one a higher number (tc filter)"
     )]
     Behind {
-        /// What the other one is.
+        /// The kind of the other filter.
         kind: String,
         /// Its priority.
         priority: u16,
@@ -107,13 +106,12 @@ pub struct Attacher {
     attached: BTreeMap<Hook, String>,
     /// The programs of a trace, and the pod's interface (0: any).
     traced: Option<(Programs, u32)>,
-    /// Whether filters that an earlier agent left were looked for.
+    /// Whether this agent has looked for filters that an earlier agent left.
     swept: bool,
 }
 
 impl Attacher {
-    /// This value has attached nothing yet; what an earlier agent attached continues and is taken over by the first
-    /// [`sync`](Self::sync).
+    /// Attaches nothing yet. Programs that an earlier agent attached keep running, and the first [`sync`](Self::sync) takes them over.
     pub fn new(programs: Programs, pins: Pins, mode: Mode) -> Self {
         Self { programs, pins, mode, attached: BTreeMap::new(), traced: None, swept: false }
     }
@@ -123,14 +121,14 @@ impl Attacher {
         self.mode
     }
 
-    /// The kernel's numbers of our programs, as far as they are loaded.
+    /// Returns the kernel's ids of our loaded programs.
     pub fn programs(&self) -> BTreeSet<u32> {
         let sets = std::iter::once(&self.programs).chain(self.traced.as_ref().map(|(programs, _)| programs));
         sets.flat_map(|set| PROGRAMS.into_iter().chain(NATIVE).filter_map(|name| set.id(name))).collect()
     }
 
-    /// Replaces the usual programs with those of a trace wherever packets of the pod behind this interface pass (0: any interface); `None`
-    /// ends this. It also ends when this value is dropped.
+    /// Replaces the usual programs with those of a trace at every hook that packets of the pod behind this interface pass (0: any
+    /// interface). `None` restores the usual programs, and so does dropping this value.
     pub fn trace(&mut self, traced: Option<(Programs, u32)>) -> Vec<AttachError> {
         let before = std::mem::replace(&mut self.traced, traced);
         let pods: Vec<u32> = [&before, &self.traced].into_iter().flatten().map(|(_, pod)| *pod).collect();
@@ -139,7 +137,7 @@ impl Attacher {
         hooks.into_iter().filter_map(|(hook, interface)| self.attach_to(hook, interface)).collect()
     }
 
-    /// Attaches to a hook. Returns the error if that fails.
+    /// Attaches to a hook. Returns the error on failure.
     fn attach_to(&mut self, hook: Hook, interface: String) -> Option<AttachError> {
         match self.attach(hook, &interface) {
             Ok(()) => {
@@ -153,7 +151,7 @@ impl Attacher {
         }
     }
 
-    /// The programs of which the hook gets one.
+    /// Returns the set of programs from which the hook gets its program.
     fn programs_for(&mut self, hook: Hook) -> &mut Programs {
         match &mut self.traced {
             Some((programs, pod)) if is_passed(hook, *pod) => programs,
@@ -161,19 +159,19 @@ impl Attacher {
         }
     }
 
-    /// Where the pins are.
+    /// Returns the directories of the pins.
     pub fn pins(&self) -> &Pins {
         &self.pins
     }
 
-    /// The hooks that hold one of our programs, with the interface's name.
+    /// Returns the hooks that hold one of our programs, with the interface's name.
     pub fn attached(&self) -> &BTreeMap<Hook, String> {
         &self.attached
     }
 
-    /// Attaches to every hook in `wanted` (with the interface's name), and detaches our programs from all others. `live`
-    /// are the interfaces that exist, with their names: what was attached to others is already gone. With `verify` it
-    /// checks whether what was attached still is.
+    /// Attaches to every hook in `wanted` (with the interface's name), and detaches our programs from all others. `live` holds the names of
+    /// the existing interfaces by index: programs at other interfaces are already gone. With `verify`, checks that attached programs are
+    /// still attached.
     pub fn sync(
         &mut self,
         wanted: &BTreeMap<Hook, String>,
@@ -196,11 +194,10 @@ impl Attacher {
         errors
     }
 
-    /// Removes the filters of unwanted hooks: those of `gone` or, the first time, whatever an earlier agent may have
-    /// left on any interface.
+    /// Removes the filters of unwanted hooks: those of `gone`, or on the first call, all that an earlier agent may have left on any
+    /// interface.
     fn drop_filters(&mut self, wanted: &BTreeMap<Hook, String>, live: &BTreeMap<u32, String>, gone: Vec<Hook>) {
-        // All our filters of one direction of an interface have the same handle: if another program has it, it is no
-        // longer this hook's.
+        // Our filters of one direction of an interface share their handles: if another program is wanted there, they are its filters.
         let sides: BTreeSet<(bool, u32)> = wanted.keys().map(|(program, i)| (is_egress(program), *i)).collect();
         let everywhere = live.keys().flat_map(|i| [("pod_egress", *i), ("pod_ingress", *i)]);
         let suspects = if std::mem::replace(&mut self.swept, true) { gone } else { everywhere.collect() };
@@ -213,7 +210,7 @@ impl Attacher {
         }
     }
 
-    /// Whether our program is still at the hook, before all others: anybody may delete a qdisc, detach a link or put another
+    /// Returns whether our program is still at the hook, before all others: anybody may delete a qdisc, detach a link or put another
     /// program first.
     fn holds(&mut self, (program, index): Hook, interface: &str) -> bool {
         let Some(id) = self.programs_for((program, index)).id(program) else { return false };
@@ -267,7 +264,7 @@ impl Drop for Attacher {
     }
 }
 
-/// Whether packets of the pod behind this interface (0: any) pass the hook, unless it is at a driver.
+/// Returns whether packets of the pod behind this interface (0: any) pass the hook. Hooks at drivers do not count.
 fn is_passed((program, index): Hook, pod: u32) -> bool {
     !NATIVE.contains(&program) && (pod == 0 || index == pod || !program.starts_with("pod_"))
 }
@@ -294,8 +291,8 @@ fn attach_tcx(
                 _ => return Ok(()),
             }
         }
-        // The link's interface is gone and another one has got its index, somebody has detached it, or it is not the first:
-        // a link cannot be moved.
+        // The link's interface is gone and another one has its index, somebody has detached the link, or it is not the first. A link cannot
+        // be moved.
         fs::remove_file(pin)?;
     }
     let id = program.attach_with_options(interface, direction, TcAttachOptions::TcxOrder(LinkOrder::first()))?;
@@ -304,19 +301,19 @@ fn attach_tcx(
     Ok(())
 }
 
-/// The id of the program that sees packets first, if TCX runs any there.
+/// Returns the id of the program that sees packets first, if TCX runs any program there.
 fn first_tcx(interface: &str, direction: TcAttachType) -> Option<u32> {
     let index = nix::net::if_::if_nametoindex(interface).ok()?;
     tcx::programs(index, direction).ok()?.first().copied()
 }
 
-/// Whether a filter is one of ours.
+/// Returns whether a filter is one of ours.
 fn is_ours(filter: &Filter) -> bool {
     filter.kind == "bpf" && HANDLES.contains(&filter.handle)
 }
 
-/// Makes our program the first one: replaces our filter's program if the filter is first, or else adds a filter before all others and
-/// removes the old one. If somebody else's still comes first, ours is attached after it, and that is an error.
+/// Makes our program the first one. Replaces our filter's program if the filter is first; otherwise adds a filter before all others and
+/// removes the old one. If a foreign filter still comes first, ours is attached after it, and that is an error.
 fn attach_filter(program: &mut SchedClassifier, interface: &str, direction: TcAttachType) -> Result<(), Failure> {
     match tc::qdisc_add_clsact(interface) {
         Ok(()) | Err(tc::TcError::AlreadyAttached) => {}
@@ -331,7 +328,7 @@ fn attach_filter(program: &mut SchedClassifier, interface: &str, direction: TcAt
     let free = HANDLES.iter().find(|handle| !used(handle)).unwrap_or(&HANDLES[0]);
     match add(program, interface, direction, FIRST, *free) {
         Ok(()) => {}
-        // The first one is of another kind or protocol, whose priority cannot be shared.
+        // The first filter is of another kind or protocol, so its priority cannot be shared.
         Err(_) => match before.iter().find(|filter| is_ours(filter)) {
             Some(filter) => replace(program, interface, direction, filter)?,
             None => add(program, interface, direction, LATER, HANDLES[0])?,
@@ -376,20 +373,20 @@ fn replace(
 
 fn remove(interface: &str, direction: TcAttachType, filter: &Filter) {
     let handle = TcHandle::from(filter.handle);
-    // Dropping a link detaches it; an error means that it was not there.
+    // Dropping a link detaches it; an error means that the filter was not there.
     drop(SchedClassifierLink::attached(interface, direction, filter.priority, handle, None));
 }
 
 /// Removes our filters from one direction of an interface, if there are any.
 pub fn detach_filter(program: &str, interface: &str) {
     let direction = direction(program);
-    // Without the qdisc there is none.
+    // Without the qdisc there are no filters.
     for filter in filters(interface, direction).unwrap_or_default().iter().filter(|filter| is_ours(filter)) {
         remove(interface, direction, filter);
     }
 }
 
-/// Whether this kernel has TCX: queries the loopback device, which always exists.
+/// Returns the mode that this kernel supports. Queries TCX at the loopback device, which always exists.
 pub fn mode() -> Mode {
     match tcx::programs(1, TcAttachType::Ingress) {
         Ok(_) => Mode::Tcx,

@@ -10,8 +10,8 @@ use std::{
 /// The most entries in one call.
 const BATCH: u32 = 4096;
 
-/// The entries of a hash map, a longest-prefix map or an array, in batches: the keys in sequence, and likewise their values. What programs
-/// add or remove meanwhile may or may not be among them.
+/// The entries of a hash map, a longest-prefix map or an array, in batches: a sequence of keys, and a sequence of their values. Entries
+/// that programs add or remove meanwhile may or may not be included.
 pub struct Batches<'map> {
     map: &'map MapData,
     key_size: usize,
@@ -50,7 +50,7 @@ impl Iterator for Batches<'_> {
         };
         let looked_up = call(BPF_MAP_LOOKUP_BATCH, &mut attributes);
         self.is_done = looked_up.is_err();
-        // The last batch comes with this.
+        // `ENOENT` comes with the last batch.
         if let Err(error) = looked_up
             && error.raw_os_error() != Some(libc::ENOENT)
         {
@@ -63,7 +63,7 @@ impl Iterator for Batches<'_> {
     }
 }
 
-/// Writes entries from a sequence of keys and one of values.
+/// Writes entries, given the sequence of their keys and that of their values.
 pub fn put(map: &MapData, keys: &[u8], values: &[u8]) -> io::Result<()> {
     let key = map.info().map_err(io::Error::other)?.key_size() as usize;
     if keys.is_empty() {
@@ -78,7 +78,7 @@ pub fn put(map: &MapData, keys: &[u8], values: &[u8]) -> io::Result<()> {
 const BPF_MAP_LOOKUP_BATCH: i64 = 24;
 const BPF_MAP_UPDATE_BATCH: i64 = 26;
 
-/// The attributes of both (`union bpf_attr`, `batch`).
+/// The attributes of both commands (`union bpf_attr`, `batch`).
 #[repr(C)]
 #[derive(Default)]
 struct Attributes {

@@ -1,5 +1,4 @@
-//! What the drivers of interfaces can do with XDP, and what they do to frames before it. Reads only, and decides
-//! nothing.
+//! Describes what the drivers of interfaces can do with XDP, and what they do to frames before it. Only reads, and decides nothing.
 
 use super::strangers;
 use egress_core::network::{links::Link, xdp::Driver};
@@ -13,7 +12,7 @@ use std::{
     os::fd::AsRawFd as _,
 };
 
-/// The generic netlink family that resolves families' numbers, its command and its attributes (linux/genetlink.h).
+/// The generic netlink family that resolves family names to numbers, its command and its attributes (linux/genetlink.h).
 const CONTROL: u16 = 0x10;
 const GET_FAMILY: u8 = 3;
 const FAMILY_ID: u16 = 1;
@@ -23,7 +22,7 @@ const NETDEV: &[u8] = b"netdev\0";
 const DEV_GET: u8 = 1;
 const DEV_IFINDEX: u16 = 1;
 const DEV_XDP_FEATURES: u16 = 3;
-/// Types of messages, and lengths of headers (linux/netlink.h).
+/// Message types and header lengths (linux/netlink.h).
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
 const HEADER: usize = 16;
@@ -47,8 +46,8 @@ pub fn look<'a>(links: impl Iterator<Item = &'a Link>, ours: &BTreeSet<u32>) -> 
     links.map(driver).collect()
 }
 
-/// What the driver of each interface of this namespace can do (`enum netdev_xdp_act`), by index. `None` if the kernel does not
-/// report it (before Linux 6.3).
+/// Returns the XDP features (`enum netdev_xdp_act`) of the driver of each interface of this namespace, by index. `None` if the kernel does
+/// not report them (before Linux 6.3).
 fn acts() -> io::Result<Option<BTreeMap<u32, u64>>> {
     let mut socket = Socket::new(NETLINK_GENERIC)?;
     socket.bind_auto()?;
@@ -65,7 +64,7 @@ fn acts() -> io::Result<Option<BTreeMap<u32, u64>>> {
     Ok(Some(devices.iter().filter_map(device).collect()))
 }
 
-/// Whether the interface strips VLAN tags before a program sees the frame.
+/// Returns whether the interface strips VLAN tags before a program sees the frame.
 fn hides_tags(interface: &str) -> io::Result<bool> {
     #[repr(C)]
     struct Value {
@@ -97,7 +96,7 @@ fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A number of two, four or eight bytes.
+/// Parses a number of two, four or eight bytes.
 fn word(bytes: &[u8]) -> Option<u64> {
     match *bytes {
         [a, b] => Some(u16::from_ne_bytes([a, b]).into()),
@@ -111,7 +110,7 @@ fn ask(socket: &Socket, family: u16, flags: u16, command: u8, attributes: &[u8])
     let length = (HEADER + GENERIC_HEADER + attributes.len()) as u32;
     let mut request = length.to_ne_bytes().to_vec();
     request.extend([family.to_ne_bytes(), flags.to_ne_bytes()].concat());
-    // Neither number nor port, then command and version.
+    // Sequence number and port id are 0. Then follow the command and the version.
     request.extend([0; 8]);
     request.extend([command, 1, 0, 0]);
     request.extend(attributes);
@@ -134,7 +133,7 @@ fn ask(socket: &Socket, family: u16, flags: u16, command: u8, attributes: &[u8])
     }
 }
 
-/// The first message: its type, its content, and the bytes after it.
+/// Splits off the first message. Returns its type, its content, and the bytes after it.
 fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
     let length = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?) as usize;
     let kind = u16::from_ne_bytes(bytes.get(4..6)?.try_into().ok()?);
@@ -171,11 +170,11 @@ mod tests {
             let net = Net::here();
             net.veth("here", "there").await;
             let (loopback, veth) = (net.index("lo").await, net.index("here").await);
-            // Kernels before Linux 6.3 do not report it.
+            // Kernels before Linux 6.3 do not report the features.
             let Some(acts) = acts().unwrap() else { return };
             assert_eq!(acts[&veth] & (act::BASIC | act::REDIRECT), act::BASIC | act::REDIRECT);
             assert_eq!(acts.get(&loopback).copied().unwrap_or_default(), 0);
-            // Its other end neither merges nor has a program.
+            // The peer neither merges packets (GRO) nor has a program.
             assert_eq!(acts[&veth] & act::NDO_XMIT, 0);
             assert!(hides_tags("here").unwrap());
             assert!(hides_tags("nothing").is_err());

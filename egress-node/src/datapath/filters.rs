@@ -14,9 +14,9 @@ use std::io;
 /// A filter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Filter {
-    /// Packets meet those with lower ones first.
+    /// Packets meet filters with a lower priority first.
     pub priority: u16,
-    /// Its number among those of its priority.
+    /// The filter's number within its priority.
     pub handle: u32,
     /// Its kind: `bpf`, `flower`...
     pub kind: String,
@@ -24,12 +24,12 @@ pub struct Filter {
     pub program: Option<u32>,
     /// The name of its program, as given when it was attached.
     pub name: Option<String>,
-    /// One of its actions is a program.
+    /// Whether one of its actions is a program.
     pub acts_by_program: bool,
 }
 
-/// The filters of one direction of an interface, the first one first; none without a clsact qdisc. An error if there is no such
-/// interface.
+/// Returns the filters of one direction of an interface in order. Without a clsact qdisc there are none. Fails if the interface does not
+/// exist.
 pub fn filters(interface: &str, direction: TcAttachType) -> io::Result<Vec<Filter>> {
     let minor = match direction {
         TcAttachType::Egress => 0xfff3,
@@ -46,7 +46,7 @@ pub fn filters(interface: &str, direction: TcAttachType) -> io::Result<Vec<Filte
     Ok(filters.collect())
 }
 
-/// The filter that a message describes; `None` for the head of a priority's list.
+/// Returns the filter that a message describes; `None` for the head of a priority's list.
 fn filter(message: &TcMessage) -> Option<Filter> {
     let handle = u32::from(message.header.handle);
     let mut filter = Filter {

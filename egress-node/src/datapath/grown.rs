@@ -1,9 +1,9 @@
-//! Records that have grown since the pinned maps were made: their entries are carried over when the agent of a newer version loads its
-//! programs.
+//! Records that have grown since the pinned maps were made. When the agent of a newer version loads its programs, it carries their entries
+//! over.
 //!
-//! A record grows at its end only, and zero in the new part means the old behaviour. So the map is made anew, and each value is copied and
-//! padded with zeros. The older programs continue with the older map until they are replaced: established flows are not affected. What the
-//! older programs add meanwhile would be lost, so they get no ports for new flows: the pod retries a connection that begins then.
+//! A record grows at its end only, and zero in the new part means the old behaviour. So the map is created anew, and each value is copied
+//! and padded with zeros. The older programs continue with the older map until they are replaced: established flows are not affected.
+//! Entries that they add meanwhile would be lost, so they get no ports for new flows: the pod retries a connection that begins then.
 
 use super::{
     Pins,
@@ -17,7 +17,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Where the programs find the ports of new flows.
+/// The map in which the programs find the ports of new flows.
 const PORTS: &str = "BLOCKS";
 /// The map with the collector's timer. It does not grow: a timer cannot be copied.
 const TIMER: &str = "COLLECTOR";
@@ -27,7 +27,7 @@ const OLDER: &str = "-older";
 /// Sets aside the pinned maps whose values are shorter than those of the programs' `object`.
 ///
 /// # Errors
-/// If a map differs in anything else; nothing is set aside then.
+/// If a map differs in anything else. Nothing is set aside then.
 pub fn set_aside(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError> {
     let mut grown = Vec::new();
     for (name, map) in &object.maps.iter().collect::<BTreeMap<_, _>>() {
@@ -59,7 +59,7 @@ pub fn set_aside(pins: &Pins, object: &aya_obj::Object) -> Result<(), LoadError>
     Ok(())
 }
 
-/// Whether the entries of maps of this type can be listed.
+/// Returns whether the entries of maps of this type can be listed.
 fn can_grow(kind: u32) -> bool {
     [MapType::Hash, MapType::LruHash, MapType::LpmTrie, MapType::Array].into_iter().any(|one| one as u32 == kind)
 }
@@ -70,26 +70,26 @@ fn older(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// The names of the maps that were set aside.
+/// Returns the names of the maps that were set aside.
 fn aside(pins: &Pins) -> Result<Vec<String>, LoadError> {
     let listed = fs::read_dir(pins.maps()).map_err(|source| LoadError::Directory { path: pins.maps(), source })?;
     let names = listed.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     Ok(names.filter_map(|name| Some(name.strip_suffix(OLDER)?.to_owned())).collect())
 }
 
-/// The capacity in entries of the maps that were set aside, by name: the new ones need as much.
+/// Returns the capacities, in entries, of the maps that were set aside, by name: the new maps need the same capacity.
 pub fn room(pins: &Pins) -> Result<BTreeMap<String, u32>, LoadError> {
     let entries = |name: &str| MapInfo::from_pin(older(&pins.map(name))).map_or(0, |info| info.max_entries());
     Ok(aside(pins)?.into_iter().map(|name| (name.clone(), entries(&name))).collect())
 }
 
-/// Copies what was set aside into the new maps. The collector has to be started after that.
+/// Copies the entries that were set aside into the new maps. The collector must be started afterwards.
 pub fn carry_over(pins: &Pins) -> Result<(), LoadError> {
     let mut names = aside(pins)?;
     if names.is_empty() {
         return Ok(());
     }
-    // It would remove flows from the older maps only.
+    // The collector would remove flows from the older maps only.
     stop_collector(pins)?;
     names.sort_by_key(|name| name != PORTS);
     for name in &names {
@@ -118,7 +118,7 @@ fn stop_collector(pins: &Pins) -> Result<(), LoadError> {
     put(&map, &key, &value).map_err(|source| LoadError::Directory { path, source })
 }
 
-/// Copies all entries; with `take`, those of `old` are zero afterwards.
+/// Copies all entries. With `take`, zeroes the entries of `old`.
 fn copy(old: &MapData, new: &MapData, take: bool) -> io::Result<()> {
     let size = |map: &MapData| map.info().map(|info| info.value_size() as usize).map_err(io::Error::other);
     let (old_size, new_size) = (size(old)?, size(new)?);

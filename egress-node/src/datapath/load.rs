@@ -20,7 +20,7 @@ use std::{
 };
 use thiserror::Error;
 
-/// The objects that `build.rs` has built: the usual one, and the one that reports what it decides.
+/// The objects that `build.rs` has built: the usual programs, and the programs of a trace, which report their decisions.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_EBPF_OBJECT"));
 static TRACE_OBJECT: &[u8] = aya::include_bytes_aligned!(env!("SPILLWAY_TRACE_OBJECT"));
 
@@ -34,26 +34,26 @@ pub const PROGRAMS: [&str; 7] = [
     "underlay_ingress",
     "shaper_ingress",
 ];
-/// The programs at the drivers of a gateway's underlay and of its uplinks, in front of those at TC.
+/// The programs at the drivers of a gateway's underlay and uplinks, which run before those at TC.
 pub const NATIVE: [&str; 2] = ["underlay_xdp", "uplink_xdp"];
-/// The one of [`PROGRAMS`] that most nodes never need. Like [`NATIVE`], it is loaded when it is first attached.
+/// The program of [`PROGRAMS`] that most nodes never need. Like [`NATIVE`], it is loaded when it is first attached.
 const ON_DEMAND: &str = "shaper_ingress";
-/// How often a program is given to the verifier, which gives up (`EAGAIN`) when a signal arrives: as often as libbpf does.
+/// The number of attempts to load a program: the verifier gives up (`EAGAIN`) when a signal arrives. libbpf makes as many.
 const LOAD_ATTEMPTS: usize = 5;
 /// The program that is run once to arm the collector's timer.
 const COLLECTOR: &str = "start_collector";
-/// How often that is tried, and the pause in between: the kernel takes the timer's memory without waiting for anybody (`kmalloc_nolock`, since
-/// Linux 6.18), and may find none at that moment.
+/// The number of attempts to start the collector, and the pause between them: the kernel allocates the timer's memory without waiting
+/// (`kmalloc_nolock`, since Linux 6.18), and may find none at that moment.
 const COLLECTOR_ATTEMPTS: usize = 100;
 const COLLECTOR_PAUSE: Duration = Duration::from_millis(10);
-/// The ring buffer of beginnings and ends of flows.
+/// The ring buffer that reports beginnings and ends of flows.
 pub const EVENTS: &str = "FLOW_EVENTS";
-/// The ring buffer of lines that the programs of a trace report. Nothing that only they have is pinned.
+/// The ring buffer of the lines that a trace's programs report. Maps that only these programs have are not pinned.
 const TRACE_LINES: &str = "AYA_LOGS";
-/// How many packets there were to report.
+/// The count of packets that were to be reported.
 pub const TRACE_SEEN: &str = "TRACE_SEEN";
 const TRACE_NOTES: &str = "TRACE_NOTES";
-/// The program that is run once to learn whether merged packets can be stripped.
+/// The program that is run once to learn whether merged packets can be stripped of their outer header.
 const DECAPSULATION: &str = "try_decapsulation";
 
 /// Sizes of the maps that the user may choose.
@@ -61,7 +61,7 @@ const DECAPSULATION: &str = "try_decapsulation";
 pub struct Sizes {
     /// Flows per address family.
     pub max_flows: u32,
-    /// Bytes of the buffer in which beginnings and ends of flows are reported (`flowLog.mode: Flows`); 0: none are.
+    /// Size in bytes of the buffer that reports beginnings and ends of flows (`flowLog.mode: Flows`); 0: nothing is reported.
     pub flow_events: u32,
 }
 
@@ -72,14 +72,14 @@ impl Default for Sizes {
 }
 
 impl Sizes {
-    /// Bytes of the buffer that is made.
+    /// Returns the size in bytes of the buffer to create.
     fn events_room(self) -> u32 {
         self.flow_events.max(limits::FLOW_EVENTS_UNUSED as u32)
     }
 }
 
-/// How to get rid of pinned maps that this version cannot use. `cleanup` wants `--release`: it may not be able to
-/// tell from them which pods are selected.
+/// Returns how to get rid of pinned maps that this version cannot use. `cleanup` needs `--release`, because it may be unable to tell from
+/// them which pods are selected.
 pub fn remedy(root: &Path) -> String {
     let root = root.display();
     format!(
@@ -118,7 +118,7 @@ pub enum LoadError {
         /// The directory of all versions.
         root: PathBuf,
     },
-    /// A pinned map whose shape is not what the programs expect.
+    /// A pinned map has another shape than the programs expect.
     #[error("{path} is a map with {found} where the programs want {wanted}: {}", remedy(root))]
     OtherShape {
         /// The pin.
@@ -168,10 +168,10 @@ pub enum LoadError {
 /// The magic number of a BPF file system (`BPF_FS_MAGIC`).
 const BPF_FS_MAGIC: i64 = 0xcafe_4a11;
 
-/// Makes the pins' directories and checks what is there already.
+/// Creates the pins' directories, and checks what exists already.
 fn prepare(pins: &Pins) -> Result<(), LoadError> {
     for dir in [pins.root().to_path_buf(), pins.version(), pins.maps(), pins.links()] {
-        // Before anything is made: nothing of ours is left on another file system, and `sysfs` only returns errors.
+        // Before anything is created, so that nothing of ours stays on another file system. `sysfs` would only return errors.
         if !is_on_bpffs(&dir) {
             return Err(LoadError::NotBpffs { path: dir });
         }
@@ -187,21 +187,21 @@ fn prepare(pins: &Pins) -> Result<(), LoadError> {
     }
 }
 
-/// Whether a directory is on a BPF file system, or would be if it were made.
+/// Returns whether a directory is on a BPF file system, or would be if it were created.
 fn is_on_bpffs(dir: &std::path::Path) -> bool {
     let present = dir.ancestors().find(|ancestor| ancestor.exists());
     let magic = present.map(|ancestor| nix::sys::statfs::statfs(ancestor).map(|s| s.filesystem_type().0));
     magic == Some(Ok(BPF_FS_MAGIC))
 }
 
-/// Whether a directory's name is that of a layout version: `v` and a number.
+/// Returns whether a directory has the name of a layout version: `v` and a number.
 fn is_version(path: &std::path::Path) -> bool {
     let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
     name.strip_prefix('v').is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Whether there is a buffer of beginnings and ends of flows of this size. Removes one of another size: it was made under another mode of
-/// the log.
+/// Returns whether a buffer of this size for beginnings and ends of flows is pinned. Removes a buffer of another size, which was created
+/// under another mode of the log.
 fn keep_events(pins: &Pins, room: u32) -> Result<bool, LoadError> {
     let path = pins.map(EVENTS);
     match MapInfo::from_pin(&path) {
@@ -211,7 +211,7 @@ fn keep_events(pins: &Pins, room: u32) -> Result<bool, LoadError> {
     }
 }
 
-/// The flags of the settings ([`flags`]) that follow from this kernel's version.
+/// Returns the flags of the settings ([`flags`]) that follow from this kernel's version.
 pub fn config_flags() -> u32 {
     match KernelVersion::current() {
         Ok(version) if version >= KernelVersion::new(6, 16, 0) => flags::CSUM_IPV6,
@@ -219,7 +219,7 @@ pub fn config_flags() -> u32 {
     }
 }
 
-/// Length of a jiffy in ns: the resolution of the coarse clocks.
+/// Returns the length of a jiffy in ns: the resolution of the coarse clocks.
 fn jiffy_ns() -> Result<u64, LoadError> {
     let step = clock_getres(ClockId::CLOCK_MONOTONIC_COARSE).map_err(LoadError::Clock)?;
     Ok(Duration::from(step).as_nanos() as u64)
@@ -229,8 +229,7 @@ fn parse(object: &[u8]) -> Result<aya_obj::Object, LoadError> {
     aya_obj::Object::parse(object).map_err(|e| LoadError::Object(e.to_string()))
 }
 
-/// Makes an object's maps, or takes those that are pinned. `object` is the parsed `bytes`; it is dropped before the loader also parses
-/// them.
+/// Creates an object's maps, or opens the pinned ones. `object` is `bytes` parsed; it is dropped before the loader parses them again.
 fn open(
     bytes: &[u8],
     object: aya_obj::Object,
@@ -242,7 +241,7 @@ fn open(
     let pinned = |name: &String| !name.starts_with('.') && !own.contains(&name.as_str());
     let names: Vec<String> = object.maps.into_keys().filter(pinned).collect();
     let mut loader = EbpfLoader::new();
-    // The programs do not refer to the kernel's types, and those take 26 MiB.
+    // The programs do not refer to the kernel's types, which take 26 MiB.
     loader.btf(None);
     loader.verifier_log_level(VerifierLogLevel::STATS);
     for name in &names {
@@ -266,15 +265,15 @@ fn open(
     Ok(loader.load(bytes)?)
 }
 
-/// The loaded programs. Dropping it detaches nothing: links and maps are pinned.
+/// The loaded programs. Dropping them detaches nothing: links and maps are pinned.
 pub struct Programs {
     ebpf: Ebpf,
-    /// Whether the buffer of beginnings and ends of flows is the one that programs have written to before.
+    /// Whether the buffer of beginnings and ends of flows is one that earlier programs have written to.
     kept_events: bool,
 }
 
-/// Returns free memory to the kernel: the types of the kernel and of the object, which are read to load the programs,
-/// take 20 MiB, and glibc keeps freed memory that lies below memory in use.
+/// Returns free memory to the kernel: the kernel's and the object's types, which are read to load the programs, take 20 MiB, and glibc
+/// keeps freed memory that lies below memory in use.
 fn give_back() {
     #[cfg(target_env = "gnu")]
     // SAFETY: it only touches the allocator's own lists, under its locks.
@@ -285,14 +284,14 @@ fn give_back() {
 
 impl Programs {
     /// Loads the programs that every node needs against the pinned maps, which are created if missing, and arms the collector.
-    /// The others are loaded by [`get`](Self::get) and [`native`](Self::native): verification is most of an agent's start.
+    /// [`get`](Self::get) and [`native`](Self::native) load the others: verification is most of an agent's start.
     ///
     /// Attached programs keep running until [`attach`](super::attach) replaces them.
     pub fn load(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         Self::load_from(OBJECT, pins, sizes)
     }
 
-    /// The same from any object: tests use one of another version.
+    /// Does the same from any object: tests use an object of another version.
     pub(super) fn load_from(bytes: &[u8], pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         let mut programs = Self::open(bytes, pins, sizes)?;
         programs.load_usual()?;
@@ -303,13 +302,13 @@ impl Programs {
         PROGRAMS.into_iter().filter(|name| *name != ON_DEMAND).try_for_each(|name| self.load_one(name))
     }
 
-    /// The same, but no program is loaded before it is asked for.
+    /// Does the same, but loads each program only when it is requested.
     #[cfg(any(test, feature = "testing"))]
     pub fn load_lazily(pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         Self::open(OBJECT, pins, sizes)?.begin(pins)
     }
 
-    /// Makes the maps, or opens those that are pinned.
+    /// Creates the maps, or opens the pinned ones.
     fn open(bytes: &[u8], pins: &Pins, sizes: Sizes) -> Result<Self, LoadError> {
         prepare(pins)?;
         let object = parse(bytes)?;
@@ -325,30 +324,30 @@ impl Programs {
         Ok(self)
     }
 
-    /// Loads the programs of a trace against the same maps: those of [`load`](Self::load), with the same sizes, without those for
-    /// drivers. They report the packets that match `filter`.
+    /// Loads the programs of a trace, except those for drivers, against the same maps as [`load`](Self::load) with the same sizes. They
+    /// report the packets that match `filter`.
     pub fn load_trace(pins: &Pins, sizes: Sizes, filter: &TraceFilter) -> Result<Self, LoadError> {
         let object = parse(TRACE_OBJECT)?;
         let ebpf = open(TRACE_OBJECT, object, pins, sizes, Some(filter))?;
         let mut programs = Self { ebpf, kept_events: true };
         programs.load_usual()?;
-        // It only sets the clock.
+        // In a trace's object this only sets the clock.
         programs.start_collector()?;
         give_back();
         Ok(programs)
     }
 
-    /// The object, to take what is not pinned.
+    /// Returns the object, to take maps that are not pinned.
     pub(super) fn ebpf(&mut self) -> &mut Ebpf {
         &mut self.ebpf
     }
 
-    /// A program by its name, loaded.
+    /// Returns a program by name, and loads it if necessary.
     pub fn get(&mut self, program: &'static str) -> Result<&mut SchedClassifier, LoadError> {
         self.of_kind(program)
     }
 
-    /// A program for drivers by its name, loaded.
+    /// Returns a program for drivers by name, and loads it if necessary.
     pub fn native(&mut self, program: &'static str) -> Result<&mut Xdp, LoadError> {
         self.of_kind(program)
     }
@@ -387,17 +386,17 @@ impl Programs {
         self.ebpf.program_mut(program).ok_or_else(missing)
     }
 
-    /// The kernel's number of a program, if it is loaded.
+    /// Returns the kernel's id of a program, if the program is loaded.
     pub fn id(&self, program: &str) -> Option<u32> {
         Some(self.ebpf.program(program)?.info().ok()?.id())
     }
 
-    /// Whether beginnings and ends of flows have been reported continuously since an earlier agent read them.
+    /// Returns whether beginnings and ends of flows have been reported continuously since an earlier agent read them.
     pub fn kept_events(&self) -> bool {
         self.kept_events
     }
 
-    /// The flags of the settings ([`flags`]) that follow from what this kernel can do.
+    /// Returns the flags of the settings ([`flags`]) that follow from this kernel's abilities.
     pub fn kernel_flags(&mut self) -> u32 {
         let decap = self.try_run(DECAPSULATION).is_ok_and(|result| result == 0);
         config_flags() | if decap { flags::DECAP_UDP } else { 0 }
@@ -406,7 +405,7 @@ impl Programs {
     /// Runs a program once, with the smallest frame that the kernel accepts for it. Returns the program's result.
     fn try_run(&mut self, program: &'static str) -> Result<i32, LoadError> {
         let mut frame = [0u8; 64];
-        // IPv4, so that there is a header that others can follow.
+        // An IPv4 frame, so that it has a header that other headers can follow.
         (frame[12], frame[14]) = (8, 0x45);
         let options = TestRunOptions { data_in: Some(&frame), ..Default::default() };
         let result = self.get(program)?.test_run(options).map_err(|source| LoadError::Program { program, source })?;

@@ -45,7 +45,7 @@ pub enum MapsError {
 pub struct Table<K: Pod, V: Pod> {
     name: &'static str,
     map: HashMap<MapData, K, V>,
-    /// The same map.
+    /// The same map, for batches.
     all: MapData,
 }
 
@@ -56,7 +56,7 @@ impl<K: Pod + Ord, V: Pod> Table<K, V> {
     fn error(&self, source: MapError) -> MapsError {
         MapsError::Access { map: self.name, source }
     }
-    /// The value of `key`.
+    /// Returns the value of `key`.
     pub fn get(&self, key: &K) -> Result<Option<V>, MapsError> {
         match self.map.get(key, 0) {
             Ok(v) => Ok(Some(v)),
@@ -64,11 +64,11 @@ impl<K: Pod + Ord, V: Pod> Table<K, V> {
             Err(e) => Err(self.error(e)),
         }
     }
-    /// All entries, in order. Entries that programs add or remove meanwhile may or may not be included.
+    /// Returns all entries, in order. Entries that programs add or remove meanwhile may or may not be included.
     pub fn entries(&self) -> Result<BTreeMap<K, V>, MapsError> {
         self.iter().collect()
     }
-    /// One entry after the other, in no order.
+    /// Iterates over the entries in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = Result<(K, V), MapsError>> {
         let (batches, failed) = match Batches::of(&self.all) {
             Ok(batches) => (Some(batches), None),
@@ -96,9 +96,9 @@ impl<K: Pod + Ord, V: Pod> Table<K, V> {
     }
 }
 
-/// The records in a sequence of bytes.
+/// Iterates over the records in a sequence of bytes.
 fn each<T: Pod>(bytes: &[u8]) -> impl Iterator<Item = T> {
-    // SAFETY: any bytes are a valid record, and there are as many as it has.
+    // SAFETY: every bit pattern is a valid record, and each chunk has a record's length.
     bytes.chunks_exact(size_of::<T>()).map(|bytes| unsafe { bytes.as_ptr().cast::<T>().read_unaligned() })
 }
 
@@ -112,7 +112,7 @@ impl<K: Pod + Ord> Prefixes<K> {
     fn open(pins: &Pins, name: &'static str) -> Result<Self, MapsError> {
         Ok(Self { name, map: typed(pins, name)? })
     }
-    /// All entries by (key, prefix length).
+    /// Returns all entries by (key, prefix length).
     pub fn entries(&self) -> Result<BTreeMap<(K, u32), u32>, MapsError> {
         let mut all = BTreeMap::new();
         for entry in self.map.iter() {
@@ -146,15 +146,15 @@ impl<V: Pod> Slots<V> {
     fn open(pins: &Pins, name: &'static str) -> Result<Self, MapsError> {
         Ok(Self { name, map: typed(pins, name)? })
     }
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> u32 {
         self.map.len()
     }
-    /// Whether there are none.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// One element.
+    /// Returns one element.
     pub fn get(&self, index: u32) -> Result<V, MapsError> {
         self.map.get(&index, 0).map_err(|source| MapsError::Access { map: self.name, source })
     }
@@ -188,7 +188,7 @@ where
     pub flows: Table<FlowKey<A>, Flow>,
     /// Flows by the 5-tuple that the outside sees.
     pub reverse: Table<FlowKey<A>, Reverse<A>>,
-    /// What the outside opened, by the 5-tuple of what the pod sends.
+    /// Connections that the outside opened, by the 5-tuple of the pod's packets.
     pub inbound: Table<FlowKey<A>, Inbound>,
     /// Pods of this node.
     pub endpoints: Table<A, Endpoint>,
@@ -212,7 +212,7 @@ pub struct Maps {
     pub members: Table<MemberKey, Member>,
     /// `PerEndpoint` assignments.
     pub assignments: Table<AssignmentKey, u32>,
-    /// What the packets of a namespace, policy and egress IP are counted under.
+    /// The accounts that count the packets of a namespace, policy and egress IP.
     pub accounts: Table<AccountKey, u32>,
     /// Maglev tables.
     pub maglev: Slots<MaglevChunk>,
@@ -220,11 +220,11 @@ pub struct Maps {
     pub egress_ips: Slots<EgressIp>,
     /// This node's blocks by egress IP.
     pub blocks: Slots<BlockList>,
-    /// Which carriers flows go to, by egress IP.
+    /// The carriers that flows go to, by egress IP.
     pub carriers: Slots<CarrierTable>,
     /// Every node's blocks by egress IP.
     pub leases: Slots<LeaseTable>,
-    /// By node: up to which revision its leases are in `leases`.
+    /// The revision up to which a node's leases are in `leases`, by node.
     pub known_leases: Slots<u64>,
     /// Nodes.
     pub nodes: Slots<NodeEntry>,
@@ -232,11 +232,11 @@ pub struct Maps {
     pub node_index: Table<V6, u32>,
     /// Index in `nodes` by MAC address.
     pub mac_index: Table<MacKey, u32>,
-    /// Interfaces that answer for egress IPs.
+    /// Interfaces that answer requests for egress IPs.
     pub uplinks: Table<u32, Uplink>,
     /// Settings.
     pub config: Slots<DatapathConfig>,
-    /// Until when this node is able to carry egress IPs.
+    /// The time until which this node is able to carry egress IPs.
     pub deadline: Slots<u64>,
     /// Names for display.
     pub names: Table<NameKey, Name>,
@@ -286,19 +286,19 @@ impl Maps {
         })
     }
 
-    /// All counters, summed over the CPUs.
+    /// Returns all counters, summed over the CPUs.
     pub fn counters(&self) -> Result<BTreeMap<Counter, u64>, MapsError> {
         Counter::ALL.iter().map(|counter| Ok((*counter, self.counter(*counter)?))).collect()
     }
 
-    /// One counter, summed over the CPUs.
+    /// Returns one counter, summed over the CPUs.
     pub fn counter(&self, counter: Counter) -> Result<u64, MapsError> {
         let values = self.counters.get(&(counter as u32), 0);
         let values = values.map_err(|source| MapsError::Access { map: "COUNTERS", source })?;
         Ok(values.iter().copied().fold(0, u64::wrapping_add))
     }
 
-    /// What an account has counted, summed over the CPUs.
+    /// Returns the counts of an account, summed over the CPUs.
     pub fn traffic(&self, account: u32) -> Result<Traffic, MapsError> {
         let values = self.traffic.get(&account, 0).map_err(|source| MapsError::Access { map: "TRAFFIC", source })?;
         let mut sum = Traffic::NONE;

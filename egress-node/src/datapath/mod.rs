@@ -1,7 +1,6 @@
-//! The kernel's side of a node: the programs, where they are attached, and the maps that they read.
+//! The kernel's side of a node: the programs, their hooks, and the maps that they read.
 //!
-//! May know aya and the records of `egress-common`; knows neither objects nor the store. [`tables`], [`transports`] and
-//! [`encode`] are pure.
+//! May know aya and the records of `egress-common`, but neither Kubernetes objects nor the store.
 
 pub mod answers;
 pub mod attach;
@@ -28,40 +27,40 @@ use nix::time::{ClockId, clock_gettime};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where the pins of one agent are: `DIR/v1/maps/NAME` and `DIR/v1/links/PROGRAM-IFINDEX`.
+/// The directories of one agent's pins: `DIR/v1/maps/NAME` and `DIR/v1/links/PROGRAM-IFINDEX`.
 #[derive(Clone, Debug)]
 pub struct Pins {
     root: PathBuf,
 }
 
 impl Pins {
-    /// The pins below `dir` (`--bpffs`).
+    /// Returns the pins below `dir` (`--bpffs`).
     pub fn new(dir: &Path) -> Self {
         Self { root: dir.to_path_buf() }
     }
-    /// The directory itself.
+    /// Returns the directory itself.
     pub fn root(&self) -> &Path {
         &self.root
     }
-    /// The directory of this layout version.
+    /// Returns the directory of this layout version.
     pub fn version(&self) -> PathBuf {
         self.root.join(format!("v{}", egress_common::abi::LAYOUT_VERSION))
     }
-    /// The directory of the maps.
+    /// Returns the directory of the maps.
     pub fn maps(&self) -> PathBuf {
         self.version().join("maps")
     }
-    /// The directory of the links.
+    /// Returns the directory of the links.
     pub fn links(&self) -> PathBuf {
         self.version().join("links")
     }
-    /// The pin of one map.
+    /// Returns the pin of one map.
     pub fn map(&self, name: &str) -> PathBuf {
         self.maps().join(name)
     }
 }
 
-/// `CLOCK_MONOTONIC` in ns, the programs' clock. Every kernel has it.
+/// Returns `CLOCK_MONOTONIC` in ns, the programs' clock. Every kernel has it.
 pub fn monotonic_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| Duration::from(now).as_nanos() as u64)
 }

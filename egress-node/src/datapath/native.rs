@@ -1,5 +1,4 @@
-//! The programs at the drivers of a gateway's interfaces (XDP, native mode): where they are attached, and through which interfaces they
-//! send.
+//! Attaches the XDP programs (native mode) at the drivers of a gateway's interfaces, and maintains the interfaces through which they send.
 
 use super::{
     Pins,
@@ -26,7 +25,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Replaces the program of the pinned link, or makes and pins one. Never in generic mode, which is slower than TC.
+/// Replaces the program of the pinned link, or creates and pins a link. Never uses generic mode, which is slower than TC.
 pub(super) fn attach(program: &mut Xdp, pin: &Path, index: u32) -> Result<(), Failure> {
     if let Ok(pinned) = PinnedLink::from_pin(pin) {
         let replaced = XdpLink::try_from(FdLink::from(pinned))
@@ -39,7 +38,7 @@ pub(super) fn attach(program: &mut Xdp, pin: &Path, index: u32) -> Result<(), Fa
                 return Ok(());
             }
         }
-        // The link's interface is gone and another one has got its index.
+        // The link's interface is gone, and another one has its index.
         fs::remove_file(pin)?;
     }
     let id = program.attach_to_if_index(index, XdpMode::Driver)?;
@@ -48,7 +47,7 @@ pub(super) fn attach(program: &mut Xdp, pin: &Path, index: u32) -> Result<(), Fa
     Ok(())
 }
 
-/// The program of each pinned link, by the interface's index: those that this agent, or the one before it, has attached.
+/// Returns the program of each pinned link, by the interface's index: programs that this agent or the one before it attached.
 pub fn pinned(pins: &Pins) -> BTreeMap<u32, u32> {
     let Ok(entries) = fs::read_dir(pins.links()) else { return BTreeMap::new() };
     let link = |path: PathBuf| {
@@ -60,7 +59,7 @@ pub fn pinned(pins: &Pins) -> BTreeMap<u32, u32> {
     entries.filter_map(|entry| link(entry.ok()?.path())).collect()
 }
 
-/// Whether the program with this number is at the interface's driver.
+/// Returns whether the program with this id is at the interface's driver.
 pub(super) fn is_at(id: u32, index: u32) -> bool {
     strangers::xdp(index).is_ok_and(|ids| ids.contains(&id))
 }
@@ -79,7 +78,7 @@ impl Devices {
         Ok(Self { map: typed(pins, NAME)?, vlans: Table::open(pins, "VLANS")? })
     }
 
-    /// Sets the sides of VLAN devices: from either to the other.
+    /// Sets the two sides of each VLAN device: each side maps to the other.
     pub fn set_vlans(&mut self, wanted: &BTreeMap<VlanSide, VlanSide>) -> Result<(), MapsError> {
         let present = self.vlans.entries()?;
         for side in present.keys().filter(|side| !wanted.contains_key(*side)) {
@@ -91,7 +90,7 @@ impl Devices {
         Ok(())
     }
 
-    /// Sets the interfaces, by index. The kernel removes those that disappear.
+    /// Sets the interfaces, by index. The kernel removes interfaces that disappear.
     pub fn set(&mut self, wanted: &BTreeSet<u32>) -> Result<(), MapsError> {
         let access = |source| MapsError::Access { map: NAME, source };
         let present: BTreeSet<u32> = self.map.keys().filter_map(Result::ok).collect();
@@ -103,7 +102,7 @@ impl Devices {
             }
         }
         for index in &present - wanted {
-            // It may have disappeared in between.
+            // The interface may have disappeared in between.
             let _ = self.map.remove(index);
         }
         Ok(())

@@ -7,12 +7,12 @@ use rtnetlink::{
 };
 use std::io;
 
-/// How much is requested.
+/// The extent of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Extent {
-    /// The one thing that the request names.
+    /// The single object that the request names.
     One,
-    /// Everything that it matches.
+    /// All objects that the request matches.
     All,
 }
 

@@ -1,9 +1,8 @@
 //! Foreign programs at this node's interfaces.
 //!
-//! A packet into a pod passes `pod_ingress`, at the egress hook of the pod's interface, with two exceptions: a program at an ingress
-//! hook may redirect it to the interface's peer (`bpf_redirect_peer`), and an XDP program may hand it to the device. Whatever else
-//! forwards (routes, bridges, flowtables, Open vSwitch, a filter's `mirred`, `bpf_redirect`) ends in `dev_queue_xmit`, which runs that
-//! hook.
+//! A packet into a pod passes `pod_ingress`, at the egress hook of the pod's interface, with two exceptions: a program at an ingress hook
+//! may redirect it to the interface's peer (`bpf_redirect_peer`), and an XDP program may hand it to the device. Every other way to forward
+//! (routes, bridges, flowtables, Open vSwitch, a filter's `mirred`, `bpf_redirect`) ends in `dev_queue_xmit`, which runs that hook.
 
 use super::{
     filters::filters,
@@ -25,9 +24,9 @@ use std::{
 pub enum How {
     /// By TCX.
     Tcx,
-    /// As a filter, or as the action of one.
+    /// As a filter, or as the action of a filter.
     Filter,
-    /// For the device's driver.
+    /// At the device's driver.
     Xdp,
 }
 
@@ -36,18 +35,18 @@ pub enum How {
 pub struct Stranger {
     /// The interface's name.
     pub interface: String,
-    /// Whether it sees what leaves through the interface, not what comes in.
+    /// Whether it sees packets that leave through the interface, not packets that come in.
     pub egress: bool,
     /// How it is attached.
     pub how: How,
-    /// The kernel's number for it; none for the action of a filter.
+    /// The kernel's id of the program; none for the action of a filter.
     pub program: Option<u32>,
     /// Its name, if the hook reports it.
     pub name: Option<String>,
 }
 
 impl Stranger {
-    /// Its name, or its number if neither the hook nor the kernel reports the name.
+    /// Returns its name, or its id if neither the hook nor the kernel reports the name.
     pub fn program(&self) -> String {
         let loaded = || {
             let found = loaded_programs().filter_map(Result::ok).find(|program| Some(program.id()) == self.program)?;
@@ -57,7 +56,7 @@ impl Stranger {
         self.name.clone().or_else(loaded).filter(|name| !name.is_empty()).unwrap_or_else(number)
     }
 
-    /// The hook, for display: `ingress (tcx)`.
+    /// Returns the hook, for display: `ingress (tcx)`.
     pub fn hook(&self) -> &'static str {
         match (self.how, self.egress) {
             (How::Tcx, false) => "ingress (tcx)",
@@ -75,7 +74,7 @@ impl fmt::Display for Stranger {
     }
 }
 
-/// The programs in one direction of an interface that are not among `ours`.
+/// Returns the programs in one direction of an interface that are not among `ours`.
 pub fn at(index: u32, interface: &str, egress: bool, ours: &BTreeSet<u32>) -> io::Result<Vec<Stranger>> {
     let direction = if egress { TcAttachType::Egress } else { TcAttachType::Ingress };
     let stranger = |how, program, name| Stranger { interface: interface.to_owned(), egress, how, program, name };
@@ -89,14 +88,14 @@ pub fn at(index: u32, interface: &str, egress: bool, ours: &BTreeSet<u32>) -> io
     Ok(all.filter(|one| one.program.is_none_or(|id| !ours.contains(&id))).collect())
 }
 
-/// The XDP program at an interface that is not among `ours`.
+/// Returns the XDP program at an interface that is not among `ours`.
 pub fn xdp_at(index: u32, interface: &str, ours: &BTreeSet<u32>) -> io::Result<Option<Stranger>> {
     let stranger =
         |id| Stranger { interface: interface.to_owned(), egress: false, how: How::Xdp, program: Some(id), name: None };
     Ok(there(xdp(index))?.into_iter().find(|id| !ours.contains(id)).map(stranger))
 }
 
-/// There is nothing at an interface that is gone, or of a kind that this kernel lacks.
+/// Treats an interface that is gone, or a kind of hook that this kernel lacks, as one without programs.
 fn there<T>(found: io::Result<Vec<T>>) -> io::Result<Vec<T>> {
     match found {
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENODEV | libc::ENOENT | libc::EINVAL)) => Ok(Vec::new()),
@@ -104,7 +103,7 @@ fn there<T>(found: io::Result<Vec<T>>) -> io::Result<Vec<T>> {
     }
 }
 
-/// The XDP programs of a link.
+/// Returns the XDP programs of a link.
 pub(super) fn xdp(index: u32) -> io::Result<Vec<u32>> {
     let mut question = LinkMessage::default();
     question.header.index = index;
@@ -124,21 +123,21 @@ pub(super) fn xdp(index: u32) -> io::Result<Vec<u32>> {
     Ok(programs.into_iter().filter(|id| *id != 0).collect())
 }
 
-/// What was found at an interface, or why that is not known.
+/// The programs found at an interface, or the reason why they are unknown.
 type Found = Result<Vec<Stranger>, String>;
 
 /// Looks for programs that may bring packets into a pod past `pod_ingress`.
 #[derive(Default)]
 pub struct Lookout {
     seen: BTreeMap<(u32, String), Found>,
-    /// The first of them, and its text: finding a program's name takes a walk over all programs.
+    /// The first finding, and its text: finding a program's name takes a walk over all programs.
     first: Option<(Result<Stranger, String>, String)>,
 }
 
 impl Lookout {
-    /// Searches the interfaces (names by index) that are new since the last time, or all of them. Returns what may bring packets into a
-    /// pod past `pod_ingress`, for display. An interface that cannot be searched counts: connections must not break because of what is
-    /// not known.
+    /// Searches the interfaces (names by index) that are new since the last call, or all of them. Returns the first program that may bring
+    /// packets into a pod past `pod_ingress`, for display. An interface that cannot be searched counts as well: connections must not break
+    /// because its programs are unknown.
     pub fn look(&mut self, interfaces: &BTreeMap<u32, String>, ours: &BTreeSet<u32>, all: bool) -> Option<&str> {
         self.seen.retain(|(index, name), _| interfaces.get(index) == Some(name));
         for (index, name) in interfaces {

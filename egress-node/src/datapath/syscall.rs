@@ -1,8 +1,8 @@
-//! `bpf(2)` for what aya has no call for.
+//! `bpf(2)` for commands that aya does not offer.
 
 use std::{io, ptr};
 
-/// Calls the kernel with a command and its part of `union bpf_attr`, which it may write to.
+/// Calls the kernel with a command and the command's part of `union bpf_attr`, which the kernel may write to.
 ///
 /// # Safety
 /// Pointers in the attributes must point to memory of the length that the command assumes.

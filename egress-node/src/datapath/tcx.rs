@@ -1,16 +1,15 @@
-//! Which programs TCX runs at an interface. By number only: opening a program takes CAP_SYS_ADMIN, which the agent does not
-//! have.
+//! Lists the programs that TCX runs at an interface, by id only: opening a program takes CAP_SYS_ADMIN, which the agent does not have.
 
 use super::syscall::bpf;
 use aya::programs::TcAttachType;
 use std::io;
 
-/// The command of bpf(2).
+/// The command of `bpf(2)`.
 const BPF_PROG_QUERY: i64 = 16;
 /// `enum bpf_attach_type`.
 const BPF_TCX_INGRESS: u32 = 46;
 const BPF_TCX_EGRESS: u32 = 47;
-/// The most programs at one hook (`BPF_MPROG_MAX`).
+/// The maximum number of programs at one hook (`BPF_MPROG_MAX`).
 const MOST: usize = 64;
 
 /// `union bpf_attr` of [`BPF_PROG_QUERY`].
@@ -30,7 +29,7 @@ struct Query {
     revision: u64,
 }
 
-/// The numbers of the programs in one direction of an interface, the first one first. `EINVAL` before Linux 6.6.
+/// Returns the ids of the programs in one direction of an interface, in order. `EINVAL` before Linux 6.6.
 pub fn programs(index: u32, direction: TcAttachType) -> io::Result<Vec<u32>> {
     let mut ids = vec![0_u32; MOST];
     let mut query = Query {
@@ -40,7 +39,7 @@ pub fn programs(index: u32, direction: TcAttachType) -> io::Result<Vec<u32>> {
         prog_cnt: MOST as u32,
         ..Query::default()
     };
-    // SAFETY: the kernel writes to the query, and to no more numbers than the query has room for.
+    // SAFETY: the kernel writes to the query, and at most `prog_cnt` ids to the buffer.
     unsafe { bpf(BPF_PROG_QUERY, &mut query) }?;
     ids.truncate(query.prog_cnt as usize);
     Ok(ids)

@@ -1,4 +1,4 @@
-//! The output of the programs of a trace: lines of `aya-log`, and how many packets there were.
+//! The output of a trace's programs: lines of `aya-log`, and the number of packets to report.
 
 use super::load::{LoadError, Programs, TRACE_SEEN};
 use aya::maps::{MapData, MapError, PerCpuArray};
@@ -9,7 +9,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// The lines of a trace. Readable when there are some.
+/// The lines of a trace. The descriptor is readable when there are lines.
 pub struct Lines {
     logger: EbpfLogger<Buffer>,
     buffer: Buffer,
@@ -32,7 +32,7 @@ impl Log for Buffer {
 }
 
 impl Lines {
-    /// The lines of programs that [`Programs::load_trace`] has loaded.
+    /// Opens the lines of programs that [`Programs::load_trace`] has loaded.
     pub fn of(programs: &mut Programs) -> Result<Self, LoadError> {
         let object = |error: &dyn ToString| LoadError::Object(error.to_string());
         let seen = programs.ebpf().take_map(TRACE_SEEN).ok_or_else(|| object(&TRACE_SEEN))?;
@@ -42,13 +42,13 @@ impl Lines {
         Ok(Self { logger, buffer, seen })
     }
 
-    /// The lines since the last call.
+    /// Returns the lines since the last call.
     pub fn take(&mut self) -> Vec<String> {
         self.logger.flush();
         std::mem::take(&mut *self.buffer.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// How many packets were to be reported until now, whether they were or not.
+    /// Returns the number of packets that were to be reported until now, whether they were or not.
     pub fn seen(&self) -> Result<u64, MapError> {
         Ok(self.seen.get(&0, 0)?.iter().sum())
     }

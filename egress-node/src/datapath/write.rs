@@ -1,6 +1,6 @@
-//! Brings the maps from their present contents to the wanted ones: first everything that is added or changed, referents
-//! before what refers to them; then, in the opposite order, everything that is removed. So at no moment does an entry
-//! name something that does not exist, and nothing that stays is ever missing.
+//! Brings the maps from their present contents to the wanted ones. First adds and changes entries, each after the entries that it refers
+//! to; then removes entries in the opposite order. So no entry ever names one that does not exist, and an entry that stays is never
+//! missing.
 
 use super::maps::{FamilyMaps, Maps, MapsError, Slots};
 use aya::Pod;
@@ -30,9 +30,9 @@ pub(super) trait MapKind {
     type Key: Ord + Copy;
     /// Its values.
     type Value: PartialEq + Copy;
-    /// What is in it, or should be.
+    /// Returns the entries that it has, or should have.
     fn entries(tables: &Tables) -> &BTreeMap<Self::Key, Self::Value>;
-    /// The same, to be changed.
+    /// Returns the same entries, to be changed.
     #[cfg(test)]
     fn entries_mut(tables: &mut Tables) -> &mut BTreeMap<Self::Key, Self::Value>;
     /// Adds or replaces an entry of the kernel's map.
@@ -92,7 +92,7 @@ kinds! {
     EndpointsV6: V6 => Endpoint, v6.endpoints;
 }
 
-/// Where entries are written: the kernel's maps.
+/// The destination of writes: the kernel's maps.
 pub(super) trait Sink {
     fn set<K: MapKind>(&mut self, key: &K::Key, value: &K::Value) -> Result<(), MapsError>;
     fn remove<K: MapKind>(&mut self, key: &K::Key) -> Result<(), MapsError>;
@@ -119,7 +119,7 @@ pub(super) struct MapUpdate<'a, S: Sink> {
 }
 
 impl<S: Sink> MapUpdate<'_, S> {
-    /// Adds and replaces the entries that are not as they should be, if `which` holds. Returns whether there were any.
+    /// Adds and replaces the entries that differ and for which `which` holds. Returns whether there were any.
     fn add_some<K: MapKind>(&mut self, which: impl Fn(&K::Key) -> bool) -> Result<bool, MapsError> {
         let present = K::entries(self.present);
         let mut changed = false;
@@ -145,8 +145,8 @@ impl<S: Sink> MapUpdate<'_, S> {
         Ok(changed)
     }
 
-    /// Writes everything. Sets `recheck` as soon as something has changed that flows were classified by, and ends with a
-    /// new `generation` if it is set.
+    /// Writes everything. Sets `recheck` as soon as an entry has changed by which flows were classified, and ends with a new `generation`
+    /// if it is set.
     pub fn carry_out(&mut self, generation: &mut u32, recheck: &mut bool) -> Result<Option<DatapathConfig>, MapsError> {
         let wanted = self.wanted;
         let in_force: BTreeSet<u32> =
@@ -211,8 +211,8 @@ impl<S: Sink> MapUpdate<'_, S> {
         Ok(Some(last))
     }
 
-    /// Writes the settings. Without any, the present ones stay. The hold stays until everything else is written: the pod
-    /// that it is for is not known yet.
+    /// Writes the settings. Without wanted settings, the present ones stay. The hold stays until everything else is written, because the
+    /// pod that caused it is not known yet.
     fn configure(&mut self, generation: u32) -> Result<Option<DatapathConfig>, MapsError> {
         let Some(config) = self.wanted.config else { return Ok(self.present.config) };
         let held = self.present.config.map_or(0, |present| present.flags & config::flags::HOLD);
@@ -249,13 +249,13 @@ where
     })
 }
 
-/// The Maglev tables that policies use. Leftovers of an earlier table are ignored.
+/// Reads the Maglev tables that policies use. Leftovers of earlier tables are ignored.
 fn read_maglev(maps: &Maps, policies: &BTreeMap<PolicyKey, Policy>) -> Result<BTreeMap<u32, MaglevChunk>, MapsError> {
     let chunks = policies.values().flat_map(|p| p.table..p.table + p.table_len.div_ceil(MAGLEV_CHUNK as u32));
     chunks.map(|i| Ok((i, maps.maglev.get(i)?))).collect()
 }
 
-/// Everything that is in the maps.
+/// Reads everything in the maps.
 fn read(maps: &Maps) -> Result<Tables, MapsError> {
     let config = maps.config.get(0)?;
     let policies = maps.policies.entries()?;
@@ -281,47 +281,47 @@ fn read(maps: &Maps) -> Result<Tables, MapsError> {
     })
 }
 
-/// The maps with what is in them.
+/// The maps with their contents.
 pub struct MapWriter {
     maps: Maps,
     present: Tables,
     generation: u32,
-    /// Whether flows have to be checked again even if nothing differs from the maps: an earlier change was not
-    /// completed, or an earlier agent may not have completed one.
+    /// Whether flows must be checked again even if nothing differs from the maps: an earlier change was not completed, or an earlier agent
+    /// may not have completed one.
     recheck: bool,
 }
 
 impl MapWriter {
-    /// Reads what an earlier agent left in the maps. The first write makes flows get checked again.
+    /// Reads the contents that an earlier agent left in the maps. The first write causes a new check of flows.
     pub fn open(maps: Maps) -> Result<Self, MapsError> {
         let present = read(&maps)?;
         let generation = maps.config.get(0)?.generation;
         Ok(Self { maps, present, generation, recheck: true })
     }
 
-    /// What is in the maps.
+    /// Returns the contents of the maps.
     pub fn present(&self) -> &Tables {
         &self.present
     }
 
-    /// The maps, for reading.
+    /// Returns the maps, for reading.
     pub fn maps(&self) -> &Maps {
         &self.maps
     }
 
-    /// Until when (`CLOCK_MONOTONIC`, ns) this node is able to carry egress IPs.
+    /// Sets the time (`CLOCK_MONOTONIC`, ns) until which this node is able to carry egress IPs.
     pub fn set_deadline(&mut self, until: u64) -> Result<(), MapsError> {
         self.maps.deadline.set(&deadline::ABLE, &until)
     }
 
-    /// Until when (`CLOCK_MONOTONIC`, ns) this node says that it holds its lease.
+    /// Sets the time (`CLOCK_MONOTONIC`, ns) until which this node reports that it holds its lease.
     pub fn set_lease(&mut self, until: u64) -> Result<(), MapsError> {
         self.maps.deadline.set(&deadline::LEASE, &until)
     }
 
-    /// Writes `wanted`. After an error the maps hold a part of the change, in the safe order, and are reread.
+    /// Writes `wanted`. After an error the maps hold a part of the change, applied in the safe order, and are reread.
     pub fn write(&mut self, wanted: Tables) -> Result<(), MapsError> {
-        // Accounts that had another meaning, or none, start at zero.
+        // Accounts that are new, or had another meaning, start at zero.
         let used: BTreeSet<u32> = self.present.accounts.values().copied().collect();
         let fresh: BTreeSet<u32> = wanted.accounts.values().copied().filter(|number| !used.contains(number)).collect();
         fresh.iter().try_for_each(|number| self.maps.clear_traffic(*number))?;

@@ -1,5 +1,5 @@
-//! Routes to the egress IPs that this node carries (`announce: Route`), in a table of their own: the node's BGP speaker (FRR, BIRD or
-//! GoBGP) exports them. Nothing on the node looks up routes in that table.
+//! Routes to the egress IPs that this node carries (`announce: Route`), in their own table. The node's BGP speaker (FRR, BIRD or GoBGP)
+//! exports them. The node looks up no routes in that table.
 
 use std::{
     collections::BTreeSet,
@@ -38,19 +38,19 @@ impl AdvertiseError {
     }
 }
 
-/// The routes, as far as they are known.
+/// The routes, if known.
 #[derive(Debug, Default)]
 pub struct Advertised {
     there: Option<BTreeSet<IpAddr>>,
 }
 
 impl Advertised {
-    /// Reads the kernel's table the next time, if there should be anything in it.
+    /// Makes the next [`set`](Self::set) read the kernel's table, unless it should be empty.
     pub fn look_again(&mut self) {
         self.there = self.there.take().filter(BTreeSet::is_empty);
     }
 
-    /// Makes the routes to these addresses, and removes all our others.
+    /// Adds the routes to these addresses, and removes all our other routes.
     pub async fn set(&mut self, handle: &Handle, wanted: &BTreeSet<IpAddr>) -> Result<(), AdvertiseError> {
         if self.there.as_ref() == Some(wanted) {
             return Ok(());
@@ -72,7 +72,7 @@ impl Advertised {
     }
 }
 
-/// Our routes, a line each.
+/// Lists our routes, a line each.
 pub async fn inventory() -> Result<Vec<String>, AdvertiseError> {
     Ok(routes().await?.into_iter().map(|(ip, _)| format!("route to {ip} in table {TABLE}, blackhole")).collect())
 }
@@ -89,18 +89,18 @@ async fn delete(handle: &Handle, message: RouteMessage) -> Result<(), AdvertiseE
     }
 }
 
-/// A route that leads nowhere: the uplink's program takes packets for an egress IP before any lookup.
+/// Returns a blackhole route: the uplink's program takes packets for an egress IP before any lookup.
 fn route(ip: IpAddr) -> RouteMessage {
     let length = if ip.is_ipv4() { Ipv4Addr::BITS } else { Ipv6Addr::BITS };
     let builder = RouteMessageBuilder::<IpAddr>::new().table_id(TABLE).protocol(PROTOCOL).kind(RouteType::BlackHole);
-    // Only the length could be wrong, and it is that of the family.
+    // Only the length could be wrong, and it is the family's.
     builder.destination_prefix(ip, length as u8).unwrap_or_else(|_| RouteMessageBuilder::<IpAddr>::new()).build()
 }
 
-/// Our routes in both families. The connection belongs to the network namespace that the calling thread is in.
+/// Returns our routes in both families. The connection belongs to the network namespace of the calling thread.
 async fn routes() -> Result<Vec<(IpAddr, RouteMessage)>, AdvertiseError> {
     let failed = |error: std::io::Error| AdvertiseError { action: "read", message: error.to_string() };
-    // With strict checks the kernel returns what the request describes. Others may have a million routes.
+    // With strict checks the kernel returns only routes that match the request. There may be a million other routes.
     let (connection, handle, _) = rtnetlink::new_connection_with_strict_check().map_err(failed)?;
     let mut task = JoinSet::new();
     task.spawn(connection);
@@ -114,7 +114,7 @@ async fn routes() -> Result<Vec<(IpAddr, RouteMessage)>, AdvertiseError> {
         loop {
             match answers.try_next().await {
                 Ok(Some(message)) => found.extend(decode(&message).map(|ip| (ip, message))),
-                // There is no such table.
+                // The table does not exist.
                 Err(error) if errno(&error) == libc::ENOENT => break,
                 Err(error) => return Err(AdvertiseError::new("read")(error)),
                 Ok(None) => break,
@@ -124,7 +124,7 @@ async fn routes() -> Result<Vec<(IpAddr, RouteMessage)>, AdvertiseError> {
     Ok(found)
 }
 
-/// The destination of one of our routes.
+/// Returns the destination of a route, if the route is ours.
 fn decode(message: &RouteMessage) -> Option<IpAddr> {
     let ours = message.header.protocol == PROTOCOL && table(message) == TABLE;
     let destination = message.attributes.iter().find_map(|attribute| match attribute {
@@ -159,17 +159,17 @@ mod tests {
             let listed = inventory().await.unwrap();
             assert_eq!(listed.len(), 3, "{listed:?}");
             assert!(listed.contains(&"route to 2001:db8::1 in table 83, blackhole".to_owned()), "{listed:?}");
-            // Another agent, which knows nothing of them.
+            // Another agent, which knows none of the routes.
             Advertised::default().set(&net.handle, &ips(&["203.0.113.2", "203.0.113.3"])).await.unwrap();
             let expected = ["203.0.113.2", "203.0.113.3"].map(|ip| format!("route to {ip} in table 83, blackhole"));
             assert_eq!(inventory().await.unwrap(), expected);
-            // Removed by somebody: noticed at the next read.
+            // Routes that somebody removed: the next read notices.
             remove(&net.handle).await.unwrap();
             assert!(inventory().await.unwrap().is_empty());
             advertised.look_again();
             advertised.set(&net.handle, &ips(&["203.0.113.1"])).await.unwrap();
             assert_eq!(inventory().await.unwrap().len(), 1);
-            // Where nothing is advertised, nothing is read.
+            // If nothing is advertised, nothing is read.
             let mut idle = Advertised { there: Some(BTreeSet::new()) };
             idle.look_again();
             idle.set(&net.handle, &BTreeSet::new()).await.unwrap();

@@ -1,5 +1,5 @@
-//! Announces egress IPs to the neighbours, and detects when somebody else claims one. I/O only: `frames` has the
-//! frames, `schedule` the times, and the agent decides what to do about a rival.
+//! Announces egress IPs to the neighbours, and detects another host's claim to one. I/O only: `frames` builds the frames, `schedule` sets
+//! the times, and the agent decides what to do about a rival.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -24,15 +24,14 @@ impl Announcer {
         Ok(Announcer { socket: PacketSocket::sending()? })
     }
 
-    /// Tells the neighbours on the interface that the address is at its Ethernet address. All frames are tried; the
-    /// first error is returned.
+    /// Tells the neighbours on the interface that the address is at this MAC address. Tries all frames, and returns the first error.
     pub fn announce(&self, interface: u32, mac: MacAddress, address: IpAddr, vlan: Option<u16>) -> io::Result<()> {
         let frames = frames::announcements(address, mac).into_iter().map(|frame| frames::tagged(frame, vlan));
         let sent: Vec<_> = frames.map(|frame| self.socket.send(interface, &frame)).collect();
         sent.into_iter().collect()
     }
 
-    /// Requests the Ethernet address of `target` on the interface, with one of our addresses as the sender.
+    /// Requests the MAC address of `target` on the interface, with one of our addresses as the sender.
     pub fn ask(
         &self,
         interface: u32,
@@ -50,7 +49,7 @@ impl Announcer {
 
 /// Receives claims on one interface: incoming ARP packets and Neighbor Advertisements.
 ///
-/// It receives what the programs at the interface's ingress let pass.
+/// It receives only frames that the programs at the interface's ingress let pass.
 #[derive(Debug)]
 pub struct ClaimListener {
     arp: PacketSocket,
@@ -58,7 +57,7 @@ pub struct ClaimListener {
 }
 
 impl ClaimListener {
-    /// Opens the sockets. Needs CAP_NET_RAW. When the interface was made anew (another ifindex), open another one.
+    /// Opens the sockets. Needs CAP_NET_RAW. If the interface is created anew (another ifindex), open another listener.
     pub fn open(interface: u32) -> io::Result<ClaimListener> {
         Ok(ClaimListener {
             arp: PacketSocket::receiving(EtherType::ARP.0, interface, &[])?,
@@ -66,7 +65,7 @@ impl ClaimListener {
         })
     }
 
-    /// Waits for the next claim, whoever makes it: see [`is_rival`]. Cancel safe.
+    /// Waits for the next claim, by any host: see [`is_rival`]. Cancel safe.
     pub async fn receive(&self) -> io::Result<Claim> {
         loop {
             let (mut arp, mut advertisement) = ([0; 128], [0; 256]);
@@ -81,8 +80,8 @@ impl ClaimListener {
     }
 }
 
-/// Whether another host claims an address that this node holds. A claim from one of the node's own interfaces (two of
-/// them may be on one segment) is no rival's.
+/// Returns whether another host claims an address that this node holds. A claim from one of the node's own interfaces (two of them may be
+/// on one segment) is not a rival's.
 pub fn is_rival(claim: &Claim, held: &BTreeSet<IpAddr>, own: &LinkTable) -> bool {
     held.contains(&claim.address) && own.links.values().all(|link| link.mac != Some(claim.mac))
 }
@@ -91,8 +90,8 @@ const fn instruction(code: u32, k: u32, otherwise: u8) -> libc::sock_filter {
     libc::sock_filter { code: code as u16, jt: 0, jf: otherwise, k }
 }
 
-/// Passes ICMPv6 Neighbor Advertisements without extension headers, which hosts must not send them with, so that the
-/// socket is not woken by an uplink's traffic.
+/// Passes ICMPv6 Neighbor Advertisements without extension headers (hosts must not send them with any), so that an uplink's traffic does
+/// not wake the socket.
 const ADVERTISEMENTS_ONLY: [libc::sock_filter; 6] = {
     use libc::{BPF_ABS, BPF_B, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET};
     const NEXT_HEADER: u32 = 14 + 6;
@@ -182,7 +181,7 @@ mod tests {
                 let far = Net::here();
                 let (index, mac) = (far.index("far").await, far.mac("far").await);
                 let announcer = Announcer::open().unwrap();
-                // An echo request is ICMPv6 too, and is not for this listener.
+                // An echo request is ICMPv6 too, but not for this listener.
                 let mut other = frames::neighbor_advertisement(ADDRESSES[1].parse().unwrap(), mac);
                 other[14 + 40] = 128;
                 PacketSocket::sending().unwrap().send(index, &other).unwrap();

@@ -1,4 +1,4 @@
-//! Lists what this module's parent made on the node for `egressctl state`, and removes it for `egress-daemon cleanup`.
+//! Lists the changes that this module's parent made on the node for `egressctl state`, and removes them for `egress-daemon cleanup`.
 
 use std::fmt;
 
@@ -12,10 +12,10 @@ use super::sysctl::{Changed, SysctlError, Sysctls};
 use super::tunnel::{self, TunnelError};
 use egress_core::agent::machine::ShaperEnds;
 
-/// One thing that was made.
+/// One object that was created, or one setting that was changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Artifact {
-    /// A tunnel device, whatever its name.
+    /// A tunnel device, regardless of its name.
     TunnelDevice {
         /// Its name.
         name: String,
@@ -69,7 +69,7 @@ pub enum CleanupError {
     Sysctl(#[from] SysctlError),
 }
 
-/// Everything that was made here and still exists.
+/// Lists everything that was made here and still exists.
 pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifact>, CleanupError> {
     let devices = tunnel::ours(handle).await?.into_iter().map(|(index, name)| Artifact::TunnelDevice { name, index });
     let settings = sysctls.changed().iter();
@@ -77,12 +77,12 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     let mut rules = firewall::inventory(handle).await?;
     rules.extend(advertise::inventory().await?);
     let rules = rules.into_iter().map(Artifact::Rule);
-    // A device with the name that somebody else made is not listed.
+    // A foreign device with the shaper's name is not listed.
     let shaper = shaper::find(handle).await.ok().flatten().map(|ends| Artifact::Shaper { ends });
     Ok(devices.chain(rules).chain(shaper).chain(settings).collect())
 }
 
-/// Removes everything that was made here; returns what was there before, and what could not be put back.
+/// Removes everything that was made here. Returns what existed before, and the settings that could not be restored.
 pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artifact>, Vec<Warning>), CleanupError> {
     let found = inventory(handle, sysctls).await?;
     firewall::remove(handle).await?;

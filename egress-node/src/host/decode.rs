@@ -1,4 +1,4 @@
-//! Route netlink messages in, changes in our own words out. Pure.
+//! Decodes route netlink messages into changes in our own terms. Pure.
 
 use std::net::IpAddr;
 
@@ -18,14 +18,13 @@ use egress_core::network::{
     links::{DefaultRoute, Link, LinkChange, LinkKind, TABLE_MAIN},
 };
 
-/// What a multicast message means for the state; `None` if it means nothing.
+/// Returns the change of the state that a multicast message reports; `None` if it reports none.
 pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<LinkChange> {
     match &message.payload {
         NetlinkPayload::Overrun(_) => Some(LinkChange::Lost),
         NetlinkPayload::InnerMessage(message) => {
             match message {
-                // A bridge reports its ports in messages of its own family; there "deleted" means that the port left
-                // it.
+                // A bridge reports its ports in messages of its own family, in which "deleted" means that the port left the bridge.
                 RouteNetlinkMessage::NewLink(message) | RouteNetlinkMessage::DelLink(message)
                     if message.header.interface_family != AddressFamily::Unspec =>
                 {
@@ -56,7 +55,7 @@ pub fn change(message: &NetlinkMessage<RouteNetlinkMessage>) -> Option<LinkChang
     }
 }
 
-/// What a change of a route means; `host` names that of a single address behind a link.
+/// Returns the change that a route message reports; `host` builds it for a route to a single address behind a link.
 fn route(message: &RouteMessage, host: impl Fn((IpAddr, u32)) -> LinkChange) -> Option<LinkChange> {
     if message.header.destination_prefix_length == 0 {
         return Some(LinkChange::DefaultRoutes);
@@ -65,7 +64,7 @@ fn route(message: &RouteMessage, host: impl Fn((IpAddr, u32)) -> LinkChange) -> 
     host_route(message).map(host).or_else(other)
 }
 
-/// The link that a message describes; `None` if it is one of those that describe only a part of it.
+/// Returns the link that a message describes; `None` if the message describes only a part of it.
 pub fn link(message: &LinkMessage) -> Option<Link> {
     let header = &message.header;
     let mut link = Link {
@@ -135,20 +134,20 @@ fn link_kind(kind: &InfoKind) -> LinkKind {
     }
 }
 
-/// The VLAN of a device for 802.1Q.
+/// Returns the VLAN of an 802.1Q device.
 fn vlan(settings: &[InfoVlan]) -> Option<u16> {
     let id = settings.iter().find_map(|setting| if let InfoVlan::Id(id) = setting { Some(*id) } else { None });
     id.filter(|_| settings.contains(&InfoVlan::Protocol(VlanProtocol::Ieee8021Q)))
 }
 
-/// (ifindex, address with its prefix length, whether it can be used) of an address message.
+/// Returns the ifindex, the address with its prefix length, and whether the address can be used, from an address message.
 pub fn address(message: &AddressMessage) -> Option<(u32, IpNet, bool)> {
     let mut local = None;
     let mut peer = None;
     let mut usable = true;
     for attribute in &message.attributes {
         match attribute {
-            // On a point-to-point link IFA_ADDRESS is the other side.
+            // On a point-to-point link, IFA_ADDRESS is the peer's address.
             AddressAttribute::Local(address) => local = Some(*address),
             AddressAttribute::Address(address) => peer = Some(*address),
             AddressAttribute::Flags(flags) => usable = !flags.contains(AddressFlags::Dadfailed),
@@ -159,7 +158,7 @@ pub fn address(message: &AddressMessage) -> Option<(u32, IpNet, bool)> {
     Some((message.header.index, net, usable))
 }
 
-/// The address and the link of a route of the main table to a single address that is on the link itself.
+/// Returns the address and the link of a main-table route to a single address that is on the link itself.
 pub fn host_route(message: &RouteMessage) -> Option<(IpAddr, u32)> {
     let header = &message.header;
     let whole = if header.address_family == AddressFamily::Inet6 { 128 } else { 32 };
@@ -182,7 +181,7 @@ pub fn host_route(message: &RouteMessage) -> Option<(IpAddr, u32)> {
     if table == TABLE_MAIN { Some((address?, index?)) } else { None }
 }
 
-/// The default routes that a route message describes: none if it is not about one, several for a multipath route.
+/// Returns the default routes that a route message describes: none for another route, several for a multipath route.
 pub fn default_routes(message: &RouteMessage) -> Vec<DefaultRoute> {
     let header = &message.header;
     if header.destination_prefix_length != 0
@@ -223,7 +222,7 @@ pub fn default_routes(message: &RouteMessage) -> Vec<DefaultRoute> {
         .collect()
 }
 
-/// The next hop that an attribute of a route names, if it does.
+/// Returns the next hop that an attribute of a route names, if any.
 pub fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
     match attribute {
         RouteAttribute::Gateway(address) => ip(address),

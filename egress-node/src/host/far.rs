@@ -1,4 +1,4 @@
-//! Which addresses are at the far ends of links: in a pod's network namespace, behind its host-side interface.
+//! Finds the addresses at the far ends of links: in a pod's network namespace, behind its host-side interface.
 //!
 //! The kernel answers this across namespaces (`IFA_TARGET_NETNSID`, Linux 4.20) for a process with CAP_NET_ADMIN there, so it does not
 //! matter how a CNI forwards packets to its pods: no host routes, bridge tables or CNI files are needed.
@@ -17,10 +17,10 @@ use tokio::task::JoinSet;
 use super::decode;
 use egress_core::network::links::{Link, LinkTable};
 
-/// No more addresses of one link are read: a pod that may change its own interface could give it millions.
+/// At most this many addresses of one link are read: a pod that may change its own interface could give it millions.
 const MOST_ADDRESSES: usize = 64;
 
-/// What was found at the far ends.
+/// The addresses found at the far ends.
 #[derive(Debug)]
 pub struct FarEnds {
     handle: Handle,
@@ -29,17 +29,16 @@ pub struct FarEnds {
 }
 
 impl FarEnds {
-    /// Nothing is known yet. The connection belongs to the network namespace that the calling thread is in.
+    /// Starts without any known address. The connection belongs to the network namespace of the calling thread.
     pub fn open() -> io::Result<FarEnds> {
-        // Without strict checks the kernel reads no attribute of a dump's request, and would return this namespace's
-        // addresses.
+        // Without strict checks the kernel ignores the attributes of a dump request, and would return this namespace's addresses.
         let (connection, handle, _) = rtnetlink::new_connection_with_strict_check()?;
         let mut task = JoinSet::new();
         task.spawn(connection);
         Ok(FarEnds { handle, _connection: task, known: BTreeMap::new() })
     }
 
-    /// Begins a new connection: the old one is still receiving a dump.
+    /// Opens a new connection, because the old one is still receiving a dump.
     fn reopen(&mut self) {
         match Self::open() {
             Ok(fresh) => *self = Self { known: std::mem::take(&mut self.known), ..fresh },
@@ -47,8 +46,8 @@ impl FarEnds {
         }
     }
 
-    /// Looks for the addresses in `wanted` behind the links in `among` where none was found before: each of them, since an address may be
-    /// behind another link as well. `anew`: behind the others, too, if any is not known.
+    /// Looks for the addresses in `wanted` behind those links in `among` where no address was found before. Asks each such link, because an
+    /// address may be behind another link as well. With `anew`, also asks the other links if any address is not known.
     pub async fn find(&mut self, wanted: &BTreeSet<IpAddr>, links: &LinkTable, among: &BTreeSet<u32>, anew: bool) {
         self.known.retain(|index, _| among.contains(index));
         if wanted.is_empty() {
@@ -64,8 +63,8 @@ impl FarEnds {
         }
     }
 
-    /// The interfaces that each address was found behind. There may be several: a pod that may change its own interface can give it the
-    /// address of another one.
+    /// Returns the interfaces that each address was found behind. There may be several: a pod that may change its own interface can give it
+    /// another pod's address.
     pub fn interfaces(&self) -> BTreeMap<IpAddr, BTreeSet<u32>> {
         let mut interfaces: BTreeMap<IpAddr, BTreeSet<u32>> = BTreeMap::new();
         for (index, found) in &self.known {
@@ -76,7 +75,7 @@ impl FarEnds {
         interfaces
     }
 
-    /// The addresses at the far end of a link; none if they cannot be read.
+    /// Returns the addresses at the far end of a link; none if they cannot be read.
     async fn ask(&mut self, link: &Link) -> BTreeSet<IpAddr> {
         let (Some(netns), Some(peer)) = (link.peer_netns, link.peer) else { return BTreeSet::new() };
         let mut message = AddressMessage::default();
@@ -119,7 +118,7 @@ mod tests {
         far.interfaces()
     }
 
-    /// Two pods, and the indices of the links to them.
+    /// Creates two pods. Returns their namespaces, and the indices of the links to them.
     async fn two_pods() -> ([NetNs; 2], Vec<u32>) {
         let (net, pods) = (Net::here(), [NetNs::create(), NetNs::create()]);
         let mut indices = Vec::new();
@@ -140,7 +139,7 @@ mod tests {
             let mut far = FarEnds::open().unwrap();
             add(&pods[0], "10.0.0.1/24");
             assert_eq!(found(&mut far, &["10.0.0.1"], &indices, false).await, [(ip, [indices[0]].into())].into());
-            // The link was empty when it was asked for the first time.
+            // The link had no address at the first request.
             add(&pods[1], "10.0.0.1/24");
             assert_eq!(found(&mut far, &["10.0.0.1"], &indices, false).await[&ip], indices.iter().copied().collect());
             add(&pods[1], "10.0.0.2/24");

@@ -1,5 +1,5 @@
-//! Builds and reads the frames that announce who has an address, gratuitous ARP and unsolicited Neighbor
-//! Advertisements, and the requests for one. Pure.
+//! Builds and reads the frames that announce the holder of an address (gratuitous ARP and unsolicited Neighbor Advertisements), and the
+//! requests for an address. Pure.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -20,15 +20,15 @@ pub const ADVERTISEMENT_FRAME: usize = 14 + 40 + ADVERTISEMENT;
 const ADVERTISEMENT: usize = 8 + 16 + 8;
 const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
 const ALL_NODES_MAC: [u8; 6] = [0x33, 0x33, 0, 0, 0, 1];
-/// Neighbor discovery is accepted only from the same link, where nobody has decremented it.
+/// Neighbor discovery is accepted only from the same link, where no router has decremented the hop limit.
 const HOP_LIMIT: u8 = 255;
-/// Of a segment that goes to a pod of this node.
+/// The hop limit of a segment to a pod of this node.
 const SEGMENT_HOP_LIMIT: u8 = 64;
 const OVERRIDE: u8 = 0x20;
 const TARGET_LINK_LAYER_ADDRESS: u8 = 2;
 const SOURCE_LINK_LAYER_ADDRESS: u8 = 1;
 
-/// Which of the two forms of gratuitous ARP. Some stacks listen to one only, so both are sent.
+/// The two forms of gratuitous ARP. Some stacks listen to only one of them, so both are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ArpForm {
     /// A request for the address itself, as `arping -U` sends it.
@@ -37,7 +37,7 @@ pub enum ArpForm {
     Reply,
 }
 
-/// All frames that announce the address at the Ethernet address, in the order in which to send them.
+/// Returns all frames that announce the address at the MAC address, in the order in which to send them.
 pub fn announcements(address: IpAddr, mac: MacAddress) -> Vec<Vec<u8>> {
     match address {
         IpAddr::V4(address) => {
@@ -47,7 +47,7 @@ pub fn announcements(address: IpAddr, mac: MacAddress) -> Vec<Vec<u8>> {
     }
 }
 
-/// A broadcast frame that says that the address is at the Ethernet address.
+/// Returns a broadcast frame that says that the address is at the MAC address.
 pub fn arp_announcement(address: Ipv4Addr, mac: MacAddress, form: ArpForm) -> [u8; ARP_FRAME] {
     let (operation, target) = match form {
         ArpForm::Request => (ArpOperation::REQUEST, MacAddress::BROADCAST),
@@ -68,8 +68,7 @@ pub fn arp_announcement(address: Ipv4Addr, mac: MacAddress, form: ArpForm) -> [u
     frame
 }
 
-/// A frame to all nodes of the link that says that the address is at the Ethernet address, and overrides what they
-/// knew.
+/// Returns a frame to all nodes of the link that says that the address is at the MAC address, and overrides their neighbour entries.
 pub fn neighbor_advertisement(address: Ipv6Addr, mac: MacAddress) -> [u8; ADVERTISEMENT_FRAME] {
     let mut frame = [0; ADVERTISEMENT_FRAME];
     frame[..6].copy_from_slice(&ALL_NODES_MAC);
@@ -93,7 +92,7 @@ pub fn neighbor_advertisement(address: Ipv6Addr, mac: MacAddress) -> [u8; ADVERT
     frame
 }
 
-/// A request for the Ethernet address of `target`, with `address` as the sender; `None` if the families differ.
+/// Returns a request for the MAC address of `target`, with `address` as the sender; `None` if the families differ.
 pub fn question(address: IpAddr, mac: MacAddress, target: IpAddr) -> Option<Vec<u8>> {
     match (address, target) {
         (IpAddr::V4(address), IpAddr::V4(target)) => {
@@ -108,7 +107,7 @@ pub fn question(address: IpAddr, mac: MacAddress, target: IpAddr) -> Option<Vec<
     }
 }
 
-/// A request to the target's solicited-node group (RFC 4861, section 7.2.2).
+/// Returns a request to the target's solicited-node group (RFC 4861, section 7.2.2).
 fn neighbor_solicitation(address: Ipv6Addr, mac: MacAddress, target: Ipv6Addr) -> [u8; ADVERTISEMENT_FRAME] {
     let mut frame = neighbor_advertisement(target, mac);
     let [.., a, b, c] = target.octets();
@@ -125,7 +124,7 @@ fn neighbor_solicitation(address: Ipv6Addr, mac: MacAddress, target: Ipv6Addr) -
     frame
 }
 
-/// A TCP RST that acknowledges nothing, and so ends nothing; `None` if the families differ.
+/// Returns a TCP RST that acknowledges nothing, and so ends no connection; `None` if the families differ.
 pub fn useless_reset(from: SocketAddr, to: SocketAddr, mac: MacAddress, to_mac: MacAddress) -> Option<Vec<u8>> {
     let ethernet = PacketBuilder::ethernet2(mac.0, to_mac.0);
     let ip = match (from.ip(), to.ip()) {
@@ -139,7 +138,7 @@ pub fn useless_reset(from: SocketAddr, to: SocketAddr, mac: MacAddress, to_mac: 
     Some(frame)
 }
 
-/// The frame in a VLAN, if one is given.
+/// Adds a tag for the VLAN to the frame, if one is given.
 pub fn tagged(mut frame: Vec<u8>, vlan: Option<u16>) -> Vec<u8> {
     if let Some(vlan) = vlan {
         let [a, b] = EtherType::VLAN_TAGGED_FRAME.0.to_be_bytes();
@@ -149,28 +148,28 @@ pub fn tagged(mut frame: Vec<u8>, vlan: Option<u16>) -> Vec<u8> {
     frame
 }
 
-/// The sum of 16-bit words in network byte order; the length is even.
+/// Returns the sum of 16-bit words in network byte order; the length must be even.
 fn sum(bytes: &[u8]) -> u32 {
     bytes.chunks_exact(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum()
 }
 
-/// Somebody's claim that an address is at an Ethernet address.
+/// A host's claim that an address is at a MAC address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
     /// The address.
     pub address: IpAddr,
-    /// The claimed Ethernet address.
+    /// The claimed MAC address.
     pub mac: MacAddress,
 }
 
-/// The claim that an Ethernet frame makes: each ARP packet makes one for its sender, a Neighbor Advertisement for its
-/// target. None for other frames, malformed ones, and those that come from another link.
+/// Returns the claim that an Ethernet frame makes: an ARP packet makes one for its sender, a Neighbor Advertisement for its target. `None`
+/// for other frames, malformed ones, and those from another link.
 pub fn claim(frame: &[u8]) -> Option<Claim> {
     let packet = SlicedPacket::from_ethernet(frame).ok()?;
     match packet.net? {
         NetSlice::Arp(arp) => {
             let arp = arp.to_packet().try_eth_ipv4().ok()?;
-            // A sender without an address probes whether somebody else has it.
+            // A sender without an address probes whether another host has the address.
             let address = Some(arp.sender_ipv4_addr()).filter(|address| !address.is_unspecified())?;
             Some(Claim { address: IpAddr::V4(address), mac: MacAddress(arp.sender_mac) })
         }

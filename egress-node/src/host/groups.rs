@@ -1,9 +1,9 @@
-//! The solicited-node groups of IPv6 egress IPs: requests for such an address go to its group, and switches and network cards that
-//! track memberships forward them only to members.
+//! The solicited-node groups of IPv6 egress IPs: requests for such an address go to its group, and switches and network cards that track
+//! memberships forward them only to members.
 //!
-//! The kernel reports the memberships (MLD), answers queries about them and tells the card. They last as long as the process: while
-//! an agent restarts, a switch may act on the report that they ended. Neighbours that already know the address ask it by unicast
-//! (RFC 4861, section 7.3.3), and the next agent joins at once.
+//! The kernel reports the memberships (MLD), answers queries about them and tells the card. They last as long as the process: while an
+//! agent restarts, a switch may act on the report that they ended. Neighbours that already know the address ask it by unicast (RFC 4861,
+//! section 7.3.3), and the next agent joins immediately.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -21,13 +21,13 @@ pub struct Groups {
     joined: BTreeMap<Membership, usize>,
 }
 
-/// The group in which a neighbour asks for an address (RFC 4291, section 2.7.1); addresses with the same last 24 bits share it.
+/// Returns the group in which neighbours ask for an address (RFC 4291, section 2.7.1). Addresses with the same last 24 bits share it.
 pub fn solicited_node(address: Ipv6Addr) -> Ipv6Addr {
     let [.., a, b, c] = address.octets();
     Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]))
 }
 
-/// The memberships needed to answer for addresses on interfaces.
+/// Returns the memberships needed to answer requests for addresses on interfaces.
 pub fn wanted(places: impl Iterator<Item = (IpAddr, u32)>) -> BTreeSet<Membership> {
     let v6 = places.filter_map(|(address, interface)| match address {
         IpAddr::V6(address) => Some((interface, solicited_node(address))),
@@ -37,7 +37,7 @@ pub fn wanted(places: impl Iterator<Item = (IpAddr, u32)>) -> BTreeSet<Membershi
 }
 
 impl Groups {
-    /// Joins and leaves until exactly these are joined. The next call retries what fails.
+    /// Joins and leaves groups until exactly these are joined. The next call retries failed joins.
     pub fn set(&mut self, wanted: &BTreeSet<Membership>) -> Vec<(Membership, io::Error)> {
         let left: Vec<Membership> = self.joined.keys().filter(|m| !wanted.contains(m)).copied().collect();
         for membership in left {
@@ -51,7 +51,7 @@ impl Groups {
         new.into_iter().filter_map(|membership| Some((membership, self.join(membership).err()?))).collect()
     }
 
-    /// Joins with the first socket that accepts it, or with a new one.
+    /// Joins with the first socket that accepts the group, or with a new socket.
     fn join(&mut self, membership: Membership) -> io::Result<()> {
         let (interface, group) = membership;
         for (number, socket) in self.sockets.iter().enumerate() {
@@ -82,7 +82,7 @@ mod tests {
         wanted((0..n).map(|i| (address(i).into(), 1)))
     }
 
-    /// The groups that the kernel has on the loopback device, except the one of all nodes.
+    /// Returns the number of solicited-node groups that the kernel has joined in this namespace.
     fn joined() -> usize {
         let text = std::fs::read_to_string("/proc/thread-self/net/igmp6").unwrap();
         text.lines().filter(|line| line.contains(" ff0200000000000000000001ff")).count()

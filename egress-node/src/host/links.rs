@@ -1,8 +1,8 @@
 //! Follows the links, addresses and default routes of this network namespace, and publishes each state as a
 //! [`LinkTable`].
 //!
-//! Reports of the kernel (netlink multicast) are applied one by one. Everything is read anew when reports were lost
-//! (the socket's buffer overran, the connection broke), and also at long intervals.
+//! Applies the kernel's reports (netlink multicast) one by one. Reads everything again when reports were lost (the socket's buffer overran,
+//! the connection broke), and also at long intervals.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -36,36 +36,36 @@ const GROUPS: [MulticastGroup; 5] = [
     MulticastGroup::Ipv6Route,
 ];
 
-/// A dump that the kernel flags as interrupted is retried this many times; after that the reports that interrupted it,
-/// which are applied on top of it, must suffice.
+/// The number of attempts at a dump that the kernel flags as interrupted. After that the reports that interrupted it, which are applied on
+/// top of it, must suffice.
 const DUMP_ATTEMPTS: usize = 5;
 
 /// The ifindex of the loopback device, which every namespace has.
 const LOOPBACK: u32 = 1;
 
-/// How long after a netlink socket failed another one is opened.
+/// The pause before another netlink socket is opened after one failed.
 const RECONNECT_AFTER: Duration = Duration::from_millis(500);
 
 /// Why the state of the network could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum LinksError {
-    /// The netlink socket could not be made.
+    /// The netlink socket could not be opened.
     #[error("cannot open a route netlink socket: {0}; the agent needs AF_NETLINK, which a seccomp profile may forbid")]
     Open(#[source] io::Error),
     /// A request failed.
     #[error("cannot read {what} through netlink: {message}")]
     Read {
-        /// What was asked for.
+        /// The requested objects.
         what: &'static str,
         /// The kernel's answer.
         message: String,
     },
 }
 
-/// How to follow.
+/// Options for following the network.
 #[derive(Clone, Copy, Debug)]
 pub struct LinksOptions {
-    /// Everything is read anew this often, whatever was reported.
+    /// The interval at which everything is read again, whatever was reported.
     pub resync: Duration,
     /// The size of the socket's buffer for reports, in bytes.
     pub receive_buffer: usize,
@@ -85,7 +85,7 @@ pub struct Links {
 }
 
 impl Links {
-    /// Starts to follow; the table is complete when this returns.
+    /// Starts to follow. The table is complete when this returns.
     pub async fn follow(options: LinksOptions) -> Result<Links, LinksError> {
         let mut follower = Follower::open(options)?;
         follower.resync().await?;
@@ -95,13 +95,13 @@ impl Links {
         Ok(Links { table, _task: task })
     }
 
-    /// The present state.
+    /// Returns the present state.
     pub fn current(&self) -> Arc<LinkTable> {
         self.table.borrow().clone()
     }
 
-    /// Whether the present state has every link that exists now, correctly: reports take time. False if the links cannot be
-    /// read.
+    /// Returns whether the present state has every existing link, with its current name, kind and peer namespace: reports take time. False
+    /// if the links cannot be read.
     pub async fn is_up_to_date(&self, handle: &Handle) -> bool {
         let now: Result<Vec<LinkMessage>, _> = handle.link().get().execute().try_collect().await;
         let known = self.current();
@@ -114,7 +114,7 @@ impl Links {
         now.is_ok_and(|now| now.iter().filter_map(decode::link).all(same))
     }
 
-    /// A channel that holds the present state and wakes up with each different one. It closes when `self` is dropped.
+    /// Returns a channel that holds the present state and wakes up with each different one. It closes when `self` is dropped.
     pub fn subscribe(&self) -> watch::Receiver<Arc<LinkTable>> {
         self.table.clone()
     }
@@ -132,11 +132,11 @@ struct Follower {
 
 impl Follower {
     fn open(options: LinksOptions) -> Result<Follower, LinksError> {
-        // Reports have a socket of their own: they must not be taken for answers, nor answers be lost with them.
+        // Reports have their own socket, so that they are not taken for answers, and no answers are lost with them.
         let (mut listening, _, reports) = rtnetlink::new_multicast_connection(&GROUPS).map_err(LinksError::Open)?;
         set_receive_buffer(listening.socket_mut().socket_ref(), options.receive_buffer).map_err(LinksError::Open)?;
         let (mut asking, requests, _) = rtnetlink::new_connection().map_err(LinksError::Open)?;
-        // The last message of a dump tells whether the dump was interrupted.
+        // The last message of a dump says whether the dump was interrupted.
         asking.set_forward_done(true);
         let mut connections = JoinSet::new();
         connections.spawn(listening);
@@ -144,7 +144,7 @@ impl Follower {
         Ok(Follower { reports, requests, state: LinkState::default(), _connections: connections })
     }
 
-    /// Applies a report and all that are queued after it, so that a burst is published as one state.
+    /// Applies a report and all reports queued after it, so that a burst is published as one state.
     fn apply_all(&mut self, first: NetlinkMessage<RouteNetlinkMessage>, stale: &mut Stale) {
         let mut next = Some(first);
         while let Some(message) = next {
@@ -155,7 +155,7 @@ impl Follower {
         }
     }
 
-    /// Reads everything. The socket for reports is open already, so that nothing is missed in between.
+    /// Reads everything. The socket for reports is already open, so nothing is missed in between.
     async fn resync(&mut self) -> Result<(), LinksError> {
         let mut state = self.state.anew();
         let mut ignored = Stale::default();
@@ -183,7 +183,7 @@ impl Follower {
         for family in [AddressFamily::Inet, AddressFamily::Inet6] {
             let mut request = RouteMessage::default();
             request.header.address_family = family;
-            // Of a million routes, few are of interest.
+            // Of up to a million routes, few are of interest.
             let route = |message| {
                 let RouteNetlinkMessage::NewRoute(message) = message else { return None };
                 let (defaults, host) = (decode::default_routes(&message), decode::host_route(&message));
@@ -220,7 +220,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Asks for everything of one sort. Only what `take` makes of each message stays in memory.
+    /// Requests all objects of one kind. Keeps only the result of `take` for each message in memory.
     async fn dump<T>(
         &mut self,
         what: &'static str,
@@ -254,7 +254,7 @@ impl Follower {
         Ok(found)
     }
 
-    /// Rereads what the changes left unknown. Another report may make it unknown once more; that one has its own round.
+    /// Rereads the parts that the changes left unknown. Another report may make a part unknown once more; that report has its own round.
     async fn settle(&mut self, stale: &Stale) -> Result<(), LinksError> {
         if stale.all {
             return self.resync().await;
@@ -272,7 +272,7 @@ impl Follower {
     }
 }
 
-/// Sets the size beyond `net.core.rmem_max` if the process may, else up to it.
+/// Sets the size beyond `net.core.rmem_max` if the process has the permission, and otherwise up to that limit.
 fn set_receive_buffer(socket: &Socket, bytes: usize) -> io::Result<()> {
     // SAFETY: the descriptor is open for as long as the socket is borrowed.
     let fd = unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) };

@@ -1,4 +1,4 @@
-//! The follower against a real kernel.
+//! Tests the follower against a real kernel.
 
 use super::*;
 use crate::host::testing::{Net, NetNs, in_netns, soon};
@@ -120,7 +120,7 @@ fn addresses_links_and_routes_that_vanish_are_noticed() {
         net.down("far").await;
         until("carrier lost", &mut table, |table| table.by_name("eth0").is_some_and(|link| link.up && !link.carrier))
             .await;
-        // The kernel drops the route of a link that goes down without a report.
+        // When a link goes down, the kernel drops its route without a report.
         net.down("eth0").await;
         let seen = until("link down", &mut table, |table| table.by_name("eth0").is_some_and(|link| !link.up)).await;
         assert_eq!(seen.default_route(false), None);
@@ -151,7 +151,7 @@ fn lost_netlink_reports_are_recovered() {
         let options = LinksOptions { receive_buffer: 1, ..LinksOptions::default() };
         let links = Links::follow(options).await.unwrap();
         let mut table = links.subscribe();
-        // The follower shares this thread, which is blocked: hundreds of reports arrive at a buffer for a few.
+        // The follower shares this thread, which is blocked: hundreds of reports arrive at a buffer that holds a few.
         std::thread::scope(|scope| {
             let work = || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

@@ -1,9 +1,8 @@
-//! The node's network as the agent finds and prepares it: links, addresses and default routes, the tunnel device,
-//! probes, announcements of egress IPs, sysctls and the ports that the node itself uses.
+//! Finds and prepares the node's network for the agent: links, addresses and default routes, the tunnel device, probes, announcements of
+//! egress IPs, sysctls and the ports that the node itself uses.
 //!
-//! Everything here works in the network namespace of the process (in tests: of the thread) and speaks netlink,
-//! AF_PACKET and /proc. It knows nothing of eBPF, of objects or of the plan; `agent` joins them. The modules that
-//! decide (`classify`, `table`, `schedule`, `frames`, `ports::NodePorts`) are pure and do no I/O.
+//! Everything here works in the network namespace of the process (in tests: of the thread) and uses netlink, AF_PACKET and /proc. It knows
+//! nothing of eBPF, Kubernetes objects or the plan; the agent joins them. `decode`, `frames` and the firewall's rules are pure.
 
 pub mod advertise;
 pub mod announce;
@@ -28,15 +27,14 @@ pub mod testing;
 
 use std::fmt;
 
-/// Something on the node that is not as it should be, that does not stop the agent, and that an administrator can
-/// change.
+/// A problem on the node that does not stop the agent, and that an administrator can solve.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Warning {
-    /// What it is about, for example `net.ipv4.ip_forward` or `spillway0`.
+    /// The affected object, for example `net.ipv4.ip_forward` or `spillway0`.
     pub object: String,
-    /// What was found.
+    /// The finding.
     pub message: String,
-    /// What to do about it.
+    /// The remedy.
     pub remedy: String,
 }
 

@@ -1,11 +1,11 @@
-//! A connection for changes to the network, and what its errors mean.
+//! A connection for changes to the network, and the meaning of its errors.
 
 use std::io;
 
 use rtnetlink::{Error, Handle};
 use tokio::task::JoinSet;
 
-/// A route netlink connection of this network namespace; it closes when dropped.
+/// A route netlink connection of this network namespace. It closes when dropped.
 #[derive(Debug)]
 pub struct Netlink {
     /// Sends requests.
@@ -14,7 +14,7 @@ pub struct Netlink {
 }
 
 impl Netlink {
-    /// Opens a connection; it belongs to the network namespace that the calling thread is in.
+    /// Opens a connection, which belongs to the network namespace of the calling thread.
     pub fn open() -> io::Result<Netlink> {
         let (connection, handle, _) = rtnetlink::new_connection()?;
         let mut task = JoinSet::new();
@@ -23,7 +23,7 @@ impl Netlink {
     }
 }
 
-/// The kernel's error number; zero for a failure of the connection itself.
+/// Returns the kernel's error number; zero for a failure of the connection itself.
 pub(super) fn errno(error: &Error) -> i32 {
     match error {
         Error::NetlinkError(message) => -message.raw_code(),

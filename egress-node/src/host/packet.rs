@@ -6,15 +6,15 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use tokio::io::unix::AsyncFd;
 
-/// Receives the frames of one EtherType, and sends any.
+/// Receives the frames of one EtherType, and sends frames of any.
 #[derive(Debug)]
 pub struct PacketSocket {
     fd: AsyncFd<OwnedFd>,
 }
 
 impl PacketSocket {
-    /// A socket for frames of that type that come in at that interface and pass the filter (classic BPF; it sees the
-    /// frame from its Ethernet header on).
+    /// Opens a socket for frames of that type that come in at that interface and pass the filter (classic BPF, which sees the frame from
+    /// its Ethernet header on).
     pub fn receiving(ethertype: u16, interface: u32, filter: &[libc::sock_filter]) -> io::Result<PacketSocket> {
         let socket = PacketSocket::sending()?;
         // The filter is set before the first frame can come in.
@@ -29,19 +29,19 @@ impl PacketSocket {
         Ok(socket)
     }
 
-    /// A socket that receives nothing.
+    /// Opens a socket that receives nothing.
     pub fn sending() -> io::Result<PacketSocket> {
         // SAFETY: no pointers are passed.
         let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0) };
         check(fd)?;
-        // SAFETY: the descriptor was just opened and belongs to nobody else.
+        // SAFETY: the descriptor was just opened and has no other owner.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        // SAFETY: an OwnedFd stays open, and the same descriptor, for as long as it lives.
+        // SAFETY: an OwnedFd keeps the same descriptor open for as long as it lives.
         let fd = unsafe { AsyncFd::register(fd) }?;
         Ok(PacketSocket { fd })
     }
 
-    /// A socket that receives nothing, and whose frames no program at an interface sees.
+    /// Opens a socket that receives nothing, and whose frames no program at an interface sees.
     pub fn into_pods() -> io::Result<PacketSocket> {
         let socket = PacketSocket::sending()?;
         // SAFETY: the option is an int.
@@ -50,14 +50,14 @@ impl PacketSocket {
     }
 
     /// # Safety
-    /// The option's value must have this type, and what it points to must be valid.
+    /// The option's value must have this type, and any memory that it points to must be valid.
     unsafe fn set_option<T>(&self, level: libc::c_int, name: libc::c_int, value: &T) -> io::Result<()> {
         let (at, length) = ((&raw const *value).cast(), mem::size_of::<T>() as libc::socklen_t);
         // SAFETY: the value has the given length; the caller guarantees the rest.
         check(unsafe { libc::setsockopt(self.fd.as_raw_fd(), level, name, at, length) })
     }
 
-    /// Sends a frame out of an interface, now or never: a full queue is an error.
+    /// Sends a frame out of an interface without waiting: a full queue is an error.
     pub fn send(&self, interface: u32, frame: &[u8]) -> io::Result<()> {
         let ethertype = frame.get(12..14).map_or(0, |bytes| u16::from_be_bytes([bytes[0], bytes[1]]));
         let address = link_address(ethertype, interface)?;
@@ -75,12 +75,12 @@ impl PacketSocket {
             };
             if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
         };
-        // The first call after the interface went down reports that, even when it is up again.
+        // The first call after the interface went down fails with that error, even if the interface is up again.
         attempt().or_else(|error| if error.raw_os_error() == Some(libc::ENETDOWN) { attempt() } else { Err(error) })
     }
 
-    /// Receives one frame; a longer one is truncated to the buffer. Ignores that the interface goes down: frames arrive
-    /// again when it comes up. Once it is deleted, none ever do.
+    /// Receives one frame, truncated to the buffer. Ignores that the interface goes down: frames arrive again when it comes up. After the
+    /// interface is deleted, no frame ever arrives.
     pub async fn receive<'b>(&self, buffer: &'b mut [u8]) -> io::Result<&'b [u8]> {
         loop {
             let mut ready = self.fd.readable().await?;

@@ -1,10 +1,9 @@
-//! Which ports of the node's own addresses the node uses itself. An egress IP that is an address of the node shares its
-//! ports with the node's sockets, so only blocks that nothing here uses may be leased. A leased one that comes into use
-//! is drained; meanwhile the programs distinguish the packets of sockets and flows (`source/own.rs` of `egress-ebpf`).
+//! Finds the ports of the node's own addresses that the node itself uses. An egress IP that is an address of the node shares its ports with
+//! the node's sockets, so only blocks without such ports may be leased. A leased block that comes into use is drained; meanwhile the
+//! programs distinguish the packets of sockets and flows (`source/own.rs` of `egress-ebpf`).
 //!
-//! Forwarding without a socket (a `hostPort` of the CNI's portmap plugin, a NAT rule of the administrator) cannot be
-//! seen here: reserve such ports with `net.ipv4.ip_local_reserved_ports`. Node ports of Kubernetes are above
-//! [`OWN_ADDRESS_PORTS`].
+//! Forwarding without a socket (a `hostPort` of the CNI's portmap plugin, a NAT rule of the administrator) is invisible here: reserve such
+//! ports with `net.ipv4.ip_local_reserved_ports`. Kubernetes node ports are above [`OWN_ADDRESS_PORTS`].
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,14 +15,13 @@ use egress_common::port_block;
 
 use super::sysctl;
 
-/// The ports that may be leased of an address that is the node's own: below the node ports (30000-32767) and the usual
-/// ephemeral ports (32768 and up).
+/// The ports of a node's own address that may be leased: below the node ports (30000-32767) and the usual ephemeral ports (32768 and up).
 pub const OWN_ADDRESS_PORTS: RangeInclusive<u16> = 1024..=29951;
 
-/// The socket tables, as seen by the thread, so that they are those of its network namespace.
+/// The socket tables, read through the thread's /proc entry, so that they belong to its network namespace.
 const TABLES: [&str; 4] = ["tcp", "udp", "tcp6", "udp6"];
 
-/// Why the node's ports are not known.
+/// Why the node's ports are unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum PortsError {
     /// A file could not be read.
@@ -48,11 +46,11 @@ pub enum PortsError {
     },
 }
 
-/// The local end of a socket, whatever its state. Unspecified addresses stand for all of their family; an unspecified
-/// IPv6 address also for those of IPv4, as the kernel does not report here which sockets are IPv6-only.
+/// The local end of a socket, whatever its state. An unspecified address stands for all addresses of its family. An unspecified IPv6
+/// address also stands for those of IPv4, because the kernel does not report here which sockets are IPv6-only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LocalEnd {
-    /// The address; an IPv4-mapped one is given as IPv4.
+    /// The address; an IPv4-mapped address is given as IPv4.
     pub address: IpAddr,
     /// The port.
     pub port: u16,
@@ -61,21 +59,21 @@ pub struct LocalEnd {
 /// The ports that the node uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodePorts {
-    /// Where its sockets are.
+    /// The local ends of its sockets.
     pub sockets: BTreeSet<LocalEnd>,
-    /// Where the kernel may put a socket at any time, and what the administrator reserved.
+    /// The ports at which the kernel may put a socket at any time, and those that the administrator reserved.
     pub reserved: Vec<RangeInclusive<u16>>,
 }
 
 impl NodePorts {
-    /// Reads the state of this network namespace. The time it takes grows with the number of sockets.
+    /// Reads the state of this network namespace. The time that this takes grows with the number of sockets.
     pub fn read() -> Result<NodePorts, PortsError> {
         let mut sockets = BTreeSet::new();
         for table in TABLES {
             let path = format!("/proc/thread-self/net/{table}");
             match fs::read_to_string(&path) {
                 Ok(text) => sockets.extend(parse_sockets(&path, &text)?),
-                // A kernel without IPv6.
+                // The kernel has no IPv6.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(PortsError::Read { path, error }),
             }
@@ -90,7 +88,7 @@ impl NodePorts {
         Ok(NodePorts { sockets, reserved })
     }
 
-    /// The numbers of the blocks within [`OWN_ADDRESS_PORTS`] that this node does not use on that address of its own.
+    /// Returns the numbers of the blocks within [`OWN_ADDRESS_PORTS`] that this node does not use on this address of its own.
     pub fn free_blocks(&self, address: IpAddr) -> BTreeSet<u16> {
         let used: BTreeSet<u16> = self
             .sockets
@@ -123,7 +121,7 @@ fn overlap(a: &RangeInclusive<u16>, b: &RangeInclusive<u16>) -> bool {
     a.start() <= b.end() && b.start() <= a.end()
 }
 
-/// The local ends in the text of /proc/net/tcp, udp, tcp6 or udp6; `path` names it in errors.
+/// Parses the local ends in the text of /proc/net/tcp, udp, tcp6 or udp6. `path` names it in errors.
 pub fn parse_sockets(path: &str, text: &str) -> Result<BTreeSet<LocalEnd>, PortsError> {
     let not_understood = |line: &str| PortsError::Format { what: path.to_owned(), text: line.to_owned() };
     text.lines()
@@ -133,7 +131,7 @@ pub fn parse_sockets(path: &str, text: &str) -> Result<BTreeSet<LocalEnd>, Ports
         .collect()
 }
 
-/// `0100007F:0035`: words of the address in the byte order of the machine, the port as a number.
+/// Parses `0100007F:0035`: the words of the address in the machine's byte order, and the port as a number.
 fn parse_end(text: &str) -> Option<LocalEnd> {
     let (address, port) = text.split_once(':')?;
     if !address.is_ascii() {
@@ -154,12 +152,12 @@ fn parse_end(text: &str) -> Option<LocalEnd> {
     Some(LocalEnd { address, port: u16::from_str_radix(port, 16).ok()? })
 }
 
-/// `32768 60999`.
+/// Parses `32768 60999`.
 fn parse_port_range(key: &str, text: &str) -> Result<Vec<RangeInclusive<u16>>, PortsError> {
     parse_ranges(key, [text].into_iter().filter(|text| !text.is_empty()), ' ')
 }
 
-/// `8080,9000-9010`, or nothing.
+/// Parses `8080,9000-9010`, or nothing.
 fn parse_port_list(key: &str, text: &str) -> Result<Vec<RangeInclusive<u16>>, PortsError> {
     parse_ranges(key, text.split(',').map(str::trim).filter(|part| !part.is_empty()), '-')
 }

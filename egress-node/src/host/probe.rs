@@ -1,8 +1,7 @@
-//! Sends probes into the tunnel device. I/O only: `health` decides when to send and what an answer or its absence
-//! means.
+//! Sends probes into the tunnel device. I/O only: `health` decides when to send, and what an answer or its absence means.
 //!
-//! The program at the device's egress recognises a probe by its source MAC address and sends it by the transport that it
-//! names; the gateway's program turns the request into a reply. Replies come through a ring buffer (`datapath::answers`).
+//! The program at the device's egress recognises a probe by its source MAC address and sends it by the transport that the probe names. The
+//! gateway's program turns the request into a reply. Replies come through a ring buffer (`datapath::answers`).
 
 use egress_core::agent::gateways::Request;
 use std::io;
@@ -15,7 +14,7 @@ use egress_common::probe::{MAGIC, PEER_V4, PEER_V6, PORT, Probe, REQUEST, SRC_MA
 
 use super::packet::PacketSocket;
 
-/// Lengths of the headers, and of the payload, in bytes.
+/// Lengths of the headers and the payload, in bytes.
 const IPV4: usize = 20;
 const UDP: usize = 8;
 const PAYLOAD: usize = size_of::<Probe>();
@@ -24,7 +23,7 @@ const PROTOCOL: u8 = 17;
 /// Hop limit of a probe.
 const HOPS: u8 = 64;
 
-/// Sends probes into one tunnel device. When the device was made anew (another ifindex), open another one.
+/// Sends probes into one tunnel device. If the device is created anew (another ifindex), open another socket.
 #[derive(Debug)]
 pub struct ProbeSocket {
     socket: PacketSocket,
@@ -37,8 +36,7 @@ impl ProbeSocket {
         Ok(ProbeSocket { socket: PacketSocket::sending()?, tunnel })
     }
 
-    /// Sends a request. An error means that this probe was not sent (the device is down, its queue full): it counts as
-    /// unanswered.
+    /// Sends a request. An error means that the probe was not sent (the device is down, or its queue is full): it counts as unanswered.
     pub fn send(&self, request: &Request) -> io::Result<()> {
         self.socket.send(self.tunnel, &encode(request))
     }
@@ -52,7 +50,7 @@ fn encode(request: &Request) -> Vec<u8> {
         IpAddr::V6(egress) => (0x86dd, ipv6(egress.octets(), length), [&egress.octets()[..], &PEER_V6].concat()),
     };
     let ports = [PORT.to_be_bytes(), PORT.to_be_bytes(), length.to_be_bytes()].concat();
-    // The pseudo-header (RFC 768, RFC 8200 section 8.1) sums to the same in both families.
+    // The pseudo-header (RFC 768; RFC 8200, section 8.1) has the same sum in both families.
     let pseudo = [&addresses[..], &length.to_be_bytes(), &[0, PROTOCOL]].concat();
     let check = checksum(&[&pseudo, &ports, &payload]);
     let check = if check == 0 { 0xffff } else { check };
@@ -77,7 +75,7 @@ fn ipv6(source: [u8; 16], length: u16) -> Vec<u8> {
     [&[0x60, 0, 0, 0][..], &length.to_be_bytes(), &[PROTOCOL, HOPS], &source, &PEER_V6].concat()
 }
 
-/// The Internet checksum of parts of even length, as a number.
+/// Returns the Internet checksum of parts of even length, as a number.
 fn checksum(parts: &[&[u8]]) -> u16 {
     let words = parts.iter().flat_map(|part| part.chunks_exact(2)).map(|w| u32::from(u16::from_be_bytes([w[0], w[1]])));
     !csum::fold(words.sum())

@@ -1,4 +1,4 @@
-//! Looks up the route to one address, and whether IPsec would process its packets.
+//! Looks up the route to an address, and finds whether IPsec would process its packets.
 
 use egress_core::network::Route;
 use std::io;
@@ -13,7 +13,7 @@ use rtnetlink::{Error, Handle};
 
 use super::decode;
 
-/// Asks the kernel. `None`: there is no route to the address, or it is this node's own.
+/// Asks the kernel. `None` if there is no route to the address, or the address is this node's own.
 pub async fn lookup(handle: &Handle, to: IpAddr) -> Result<Option<Route>, Error> {
     let mut question = RouteMessage::default();
     let (family, length, address) = match to {
@@ -25,7 +25,7 @@ pub async fn lookup(handle: &Handle, to: IpAddr) -> Result<Option<Route>, Error>
     question.attributes.push(RouteAttribute::Destination(address));
     match pin!(handle.route().get(question).execute()).try_next().await {
         Ok(answer) => Ok(answer.as_ref().and_then(route)),
-        // No route at all, or one that prohibits.
+        // There is no route, or a route that prohibits.
         Err(Error::NetlinkError(_)) => Ok(None),
         Err(error) => Err(error),
     }
@@ -60,7 +60,7 @@ pub struct Secured {
 }
 
 impl Secured {
-    /// Whether packets to the address fall under the policy.
+    /// Returns whether the policy covers packets to the address.
     pub fn covers(&self, to: IpAddr) -> bool {
         let (family, octets) = match to {
             IpAddr::V4(a) => (libc::AF_INET, a.octets().to_vec()),
@@ -89,7 +89,7 @@ const DIRECTION: usize = 160;
 /// `XFRM_POLICY_OUT`.
 const OUT: u8 = 1;
 
-/// The IPsec policies for outgoing packets. A kernel without IPsec has none.
+/// Returns the IPsec policies for outgoing packets. A kernel without IPsec has none.
 pub fn secured() -> io::Result<Vec<Secured>> {
     // SAFETY: no pointers are passed.
     let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::NETLINK_XFRM) };
@@ -97,7 +97,7 @@ pub fn secured() -> io::Result<Vec<Secured>> {
         let error = io::Error::last_os_error();
         return if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) { Ok(Vec::new()) } else { Err(error) };
     }
-    // SAFETY: the descriptor was just opened and belongs to nobody else.
+    // SAFETY: the descriptor was just opened and has no other owner.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     let mut request = [0u8; HEADER + POLICY_ID];
     request[..4].copy_from_slice(&((HEADER + POLICY_ID) as u32).to_ne_bytes());
@@ -136,7 +136,7 @@ fn policies(mut answer: &[u8], found: &mut Vec<Secured>) -> io::Result<bool> {
                 found.push(Secured { family, destination, prefix_length: body[SELECTOR_PREFIX] });
             }
             NEW_POLICY => {}
-            // Both begin with a negative error number, or zero.
+            // Both message types begin with a negative error number, or zero.
             DONE | ERROR => {
                 let number = body.first_chunk().map_or(0, |bytes| i32::from_ne_bytes(*bytes));
                 return if number < 0 { Err(io::Error::from_raw_os_error(-number)) } else { Ok(false) };

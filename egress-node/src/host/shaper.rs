@@ -1,6 +1,6 @@
-//! The shaper: a pair of veth devices, made while this node owns an egress IP with a limited bandwidth. The near end has
-//! an HTB qdisc with a class for each such egress IP and direction; packets that enter it come out of the far end at the
-//! rate of their class. No other traffic of the node passes through it, and no interface of the node gets another qdisc.
+//! The shaper: a pair of veth devices that exists while this node owns an egress IP with limited bandwidth. The near end has an HTB qdisc
+//! with a class for each such egress IP and direction. Packets that enter it come out of the far end at the rate of their class. No other
+//! traffic of the node passes through it, and no interface of the node gets another qdisc.
 
 use std::collections::BTreeMap;
 use std::pin::pin;
@@ -23,13 +23,13 @@ use egress_core::network::links::LinkKind;
 
 /// The name of the end that packets enter.
 pub const NEAR: &str = "spillway-bw0";
-/// The name of the end that they come out of.
+/// The name of the end that packets come out of.
 pub const FAR: &str = "spillway-bw1";
 /// The alias that identifies a device that we made.
 const ALIAS: &str = "spillway bandwidth";
 /// No packet is too large for the shaper.
 const MTU: u32 = 65_535;
-/// How many packets may wait in a class. The programs count bytes, and drop earlier.
+/// The number of packets that may wait in a class. The programs count bytes, and drop earlier.
 const QUEUE_PACKETS: u32 = 1_000_000;
 
 /// Attributes of HTB (`TCA_HTB_*` of linux/pkt_sched.h).
@@ -37,9 +37,9 @@ const PARMS: u16 = 1;
 const INIT: u16 = 2;
 const RATE64: u16 = 6;
 const CEIL64: u16 = 7;
-/// `TC_LINKLAYER_ETHERNET`: the kernel computes times by itself, without a table of ours.
+/// `TC_LINKLAYER_ETHERNET`: the kernel computes transmission times itself, without a table of ours.
 const ETHERNET: u8 = 1;
-/// Nanoseconds of the unit that bursts are given in (`PSCHED_SHIFT`).
+/// Nanoseconds per unit of a burst (`PSCHED_SHIFT`).
 const TICK_NS: u64 = 64;
 
 /// The rate of a class.
@@ -47,20 +47,20 @@ const TICK_NS: u64 = 64;
 pub struct Rate {
     /// Bits per second of Ethernet frames, without preamble and checksum.
     pub bits: u64,
-    /// Bytes that may pass at once.
+    /// Bytes that may pass in a burst.
     pub burst: u64,
 }
 
 /// Why bandwidths are not limited.
 #[derive(Debug, thiserror::Error)]
 pub enum ShaperError {
-    /// Somebody else's device has the name.
+    /// A foreign device has the name.
     #[error("the name {0} is taken by a device that Spillway did not make: remove it (`ip link del {0}`)")]
     NameTaken(String),
     /// The kernel refused.
     #[error("cannot {action}: {message}: bandwidths of egress IPs are not limited on this node until that works")]
     Netlink {
-        /// What was tried.
+        /// The attempted action.
         action: String,
         /// The kernel's answer.
         message: String,
@@ -75,7 +75,7 @@ pub struct Shaper {
 }
 
 impl Shaper {
-    /// The devices, if they exist.
+    /// Returns the devices, if they exist.
     pub fn ends(&self) -> Option<ShaperEnds> {
         self.ends
     }
@@ -113,7 +113,7 @@ impl Shaper {
         }
     }
 
-    /// Gives the classes (by minor number) these rates. Classes that are not named stay as they are: nothing enters them.
+    /// Sets the rates of the classes (by minor number). Other classes stay as they are: no packets enter them.
     pub async fn set(&mut self, handle: &Handle, wanted: &BTreeMap<u16, Rate>) -> Result<(), ShaperError> {
         let Some(ends) = self.ends else { return Ok(()) };
         for (minor, rate) in wanted {
@@ -128,14 +128,14 @@ impl Shaper {
         Ok(())
     }
 
-    /// Removes the devices; what waits in them is lost.
+    /// Removes the devices. Packets that wait in them are lost.
     pub async fn remove(&mut self, handle: &Handle) -> Result<(), ShaperError> {
         (self.ends, self.classes) = (None, BTreeMap::new());
         delete(handle).await.map(drop)
     }
 }
 
-/// Removes the devices; false if there were none of ours.
+/// Removes the devices. Returns false if none of them was ours.
 pub async fn delete(handle: &Handle) -> Result<bool, ShaperError> {
     let Some(ends) = find(handle).await? else { return Ok(false) };
     match handle.link().del(ends.near).execute().await {
@@ -145,8 +145,8 @@ pub async fn delete(handle: &Handle) -> Result<bool, ShaperError> {
     }
 }
 
-/// The existing devices. A device with the name that is not ours is an error. An agent may have been killed between making the devices and
-/// marking them: two of these names that are each other's ends are ours.
+/// Returns the existing devices. A foreign device with the name is an error. An agent may have been killed between creating the devices and
+/// marking them: two devices with these names that are each other's peers are ours.
 pub async fn find(handle: &Handle) -> Result<Option<ShaperEnds>, ShaperError> {
     let (near, far) = (get(handle, NEAR).await?, get(handle, FAR).await?);
     let marked = |message: &LinkMessage| {
@@ -203,9 +203,9 @@ fn htb(index: u32, options: Vec<DefaultNla>) -> TcMessage {
     message
 }
 
-/// The root qdisc: packets without a class, of which there are none, would pass at once.
+/// Returns the root qdisc. Packets without a class, of which there are none, would pass immediately.
 fn qdisc(index: u32) -> TcMessage {
-    // struct tc_htb_glob: version, divisor for quanta, default class, debugging, a counter.
+    // struct tc_htb_glob: version, divisor for quanta, default class, debug flags, a counter.
     let init: Vec<u8> = [3u32, 10, 0, 0, 0].into_iter().flat_map(u32::to_ne_bytes).collect();
     let mut message = htb(index, vec![DefaultNla::new(INIT, init)]);
     message.header.handle = TcHandle { major: SHAPER_HANDLE, minor: 0 };
@@ -218,7 +218,7 @@ fn class(index: u32, minor: u16, rate: Rate) -> TcMessage {
     let narrow = u32::try_from(bytes).unwrap_or(u32::MAX);
     let ticks = u128::from(rate.burst) * 1_000_000_000 / u128::from(bytes) / u128::from(TICK_NS);
     let ticks = u32::try_from(ticks).unwrap_or(u32::MAX);
-    // struct tc_ratespec: logarithm of the cell, link layer, overhead, alignment, least size; then the rate.
+    // struct tc_ratespec: logarithm of the cell, link layer, overhead, alignment, minimum size; then the rate.
     let mut spec = vec![0, ETHERNET, 0, 0, 0, 0, 0, 0];
     spec.extend(narrow.to_ne_bytes());
     // struct tc_htb_opt: rate, ceiling, both bursts, then the quantum, the level and the priority.

@@ -1,16 +1,16 @@
 //! Reads, sets and restores the kernel settings that the datapath needs.
 //!
-//! A setting of our own device is removed with the device. Every other one is written into a journal with its previous
-//! value before it is changed, so that `cleanup` can restore it long after the agent has ended.
+//! A setting of our own device is removed with the device. Every other setting is recorded in a journal with its previous value before it
+//! is changed, so that `cleanup` can restore it long after the agent has ended.
 //!
-//! What is needed and why:
+//! The needed settings, and the reasons:
 //! - Reverse-path filtering takes the larger of `all` and the device's own value. The programs redirect before the
 //!   kernel routes, so their packets bypass the filter. Packets that they leave to the stack on the tunnel device (too
 //!   large to forward) do not, and their source is an address of another node. So the device gets 2 (loose): then the
 //!   result is 2 whatever `all` is or becomes. Pods' interfaces and uplinks keep their values: a packet that comes in
 //!   there and reaches the filter has a source that is routed there.
-//! - The tunnel device carries no address. IPv6 stays enabled on it, since a route through it needs that, but it makes
-//!   no link-local address and accepts no router advertisements.
+//! - The tunnel device carries no address. IPv6 stays enabled on it, because a route through it needs that, but the device
+//!   gets no link-local address and accepts no router advertisements.
 //! - A route lookup by a program fails on a device that does not forward.
 
 use std::collections::BTreeMap;
@@ -22,10 +22,10 @@ use serde::{Deserialize, Serialize};
 
 use super::Warning;
 
-/// Where the manifests mount the node's /proc/sys/net: an unprivileged container may only read its own.
+/// The path at which the manifests mount the node's /proc/sys/net: an unprivileged container may only read its own.
 const HOST: &str = "/host/proc/sys";
 
-/// Where settings are read and written. Both show those of this process's network namespace.
+/// Returns the path at which settings are read and written. Both paths show those of this process's network namespace.
 fn root() -> &'static Path {
     Path::new(if Path::new(HOST).join("net").exists() { HOST } else { "/proc/sys" })
 }
@@ -36,9 +36,9 @@ fn root() -> &'static Path {
 pub struct Setting {
     /// The path below /proc/sys.
     pub key: String,
-    /// The value that is needed; fields separated by single blanks.
+    /// The needed value; fields separated by single spaces.
     pub value: String,
-    /// Leave the setting alone unless its value is this one.
+    /// If set, the setting is changed only from this value.
     pub only_from: Option<String>,
 }
 
@@ -48,7 +48,7 @@ impl Setting {
     }
 }
 
-/// What the tunnel device needs. These settings are removed with the device.
+/// Returns the settings that the tunnel device needs. They are removed with the device.
 pub fn tunnel_settings(device: &str) -> Vec<Setting> {
     vec![
         Setting::new(format!("net/ipv4/conf/{device}/rp_filter"), "2"),
@@ -59,7 +59,7 @@ pub fn tunnel_settings(device: &str) -> Vec<Setting> {
     ]
 }
 
-/// What a node that forwards for others needs (every gateway, and every node with pods). An uplink that accepts router
+/// Returns the settings that a node needs to forward for others (every gateway, and every node with pods). An uplink that accepts router
 /// advertisements is set to continue, before forwarding makes it stop.
 pub fn forwarding_settings<'a>(uplinks: impl IntoIterator<Item = &'a str>) -> Vec<Setting> {
     let keep_routers = |uplink: &str| Setting {
@@ -72,7 +72,7 @@ pub fn forwarding_settings<'a>(uplinks: impl IntoIterator<Item = &'a str>) -> Ve
     settings
 }
 
-/// A change that was made.
+/// A change of a setting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Changed {
     /// The value before.
@@ -108,7 +108,7 @@ pub enum SysctlError {
     },
 }
 
-/// The kernel's settings, with the journal of those that were changed.
+/// The kernel's settings, with the journal of the changed ones.
 #[derive(Debug)]
 pub struct Sysctls {
     root: PathBuf,
@@ -117,7 +117,7 @@ pub struct Sysctls {
 }
 
 impl Sysctls {
-    /// Takes over the journal in the file, if there is one. The file must not outlive the boot: it belongs below /run.
+    /// Takes over the journal in the file, if there is one. The file must not outlive the boot, so it belongs below /run.
     pub fn open(journal: impl Into<PathBuf>) -> Result<Sysctls, SysctlError> {
         Sysctls::below(root().into(), journal.into())
     }
@@ -132,13 +132,13 @@ impl Sysctls {
         Ok(Sysctls { root, journal, changed })
     }
 
-    /// What was changed and not restored, by key.
+    /// Returns the changes that were not restored, by key.
     pub fn changed(&self) -> &BTreeMap<String, Changed> {
         &self.changed
     }
 
-    /// Sets what differs and records the previous values. A setting that cannot be changed, as on a read-only
-    /// /proc/sys, is reported and does not stop the others; IPv6 settings of a kernel without IPv6 are skipped.
+    /// Sets the values that differ, and records the previous ones. A setting that cannot be changed, as on a read-only /proc/sys, is
+    /// reported and does not stop the others. IPv6 settings of a kernel without IPv6 are skipped.
     pub fn apply(&mut self, settings: &[Setting]) -> Result<Vec<Warning>, SysctlError> {
         let mut warnings = Vec::new();
         for setting in settings {
@@ -159,7 +159,7 @@ impl Sysctls {
         Ok(warnings)
     }
 
-    /// Restores what was changed, unless somebody has changed it since, and forgets it.
+    /// Restores the recorded values, except those that somebody has changed since, and clears the record.
     pub fn restore(&mut self) -> Result<Vec<Warning>, SysctlError> {
         let mut warnings = Vec::new();
         for (key, Changed { previous, set }) in std::mem::take(&mut self.changed) {
@@ -191,7 +191,7 @@ impl Sysctls {
     }
 }
 
-/// Sets what differs, without recording it: for settings of our own device.
+/// Sets the values that differ without recording them: for settings of our own device.
 pub fn apply_to_own_device(settings: &[Setting]) -> Vec<Warning> {
     let root = root();
     let mut warnings = Vec::new();
@@ -205,7 +205,7 @@ pub fn apply_to_own_device(settings: &[Setting]) -> Vec<Warning> {
     warnings
 }
 
-/// The present value of a setting, its fields separated by single blanks; `None` if the kernel has no such setting.
+/// Returns the present value of a setting, its fields separated by single spaces; `None` if the kernel has no such setting.
 pub fn read(key: &str) -> Result<Option<String>, SysctlError> {
     read_below(root(), key)
 }
@@ -219,7 +219,7 @@ fn read_below(root: &Path, key: &str) -> Result<Option<String>, SysctlError> {
     }
 }
 
-/// The present value, if the setting has to be changed.
+/// Returns the present value, if the setting must be changed.
 fn differing(root: &Path, setting: &Setting, warnings: &mut Vec<Warning>) -> Option<String> {
     match read_below(root, &setting.key) {
         Ok(Some(present)) => {

@@ -1,4 +1,4 @@
-//! Settings in a tree of files, and what happens when it cannot be written.
+//! Settings in a tree of files, including a tree that cannot be written.
 
 use super::*;
 use crate::host::testing::in_netns;
@@ -52,7 +52,7 @@ fn a_later_process_restores_changed_sysctls() {
     assert_eq!(node.get("net/ipv4/ip_forward"), "1");
     assert_eq!(node.get("net/ipv6/conf/eth0/accept_ra"), "2");
     assert_eq!(node.get("net/ipv6/conf/eth1/accept_ra"), "0");
-    // A restarted agent finds every setting as it needs it, and must not take its own values for the previous ones.
+    // A restarted agent finds every setting as needed, and must not take its own values for the previous ones.
     node.open().apply(&settings).unwrap();
     let mut later = node.open();
     assert_eq!(later.changed()["net/ipv4/ip_forward"], Changed { previous: "0".into(), set: "1".into() });

@@ -1,4 +1,4 @@
-//! For tests: examples of links, and tests that run in network namespaces of their own.
+//! Test support: tests that run in their own network namespaces, and changes to the networks there.
 #![allow(missing_docs, clippy::unwrap_used, reason = "only tests use it")]
 
 use std::fs::File;
@@ -17,16 +17,15 @@ use tokio::task::JoinHandle;
 
 use egress_core::network::MacAddress;
 
-/// Longer than anything that a test waits for; only reached when the test fails.
+/// Longer than anything that a test waits for; only reached when a test fails.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Awaits something that must happen.
+/// Awaits an event that must happen.
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("did not happen in {PATIENCE:?}: {what}"))
 }
 
-/// Runs the test in a fresh network namespace, on a thread and a runtime of its own. Without root it is skipped, and
-/// this is reported.
+/// Runs the test in a fresh network namespace, with its own thread and runtime. Without root the test is skipped, and this is reported.
 pub fn in_netns<F, Fut>(test: &str, body: F)
 where
     F: FnOnce() -> Fut + Send + 'static,
@@ -53,7 +52,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
 }
 
-/// Another network namespace; it lives as long as this.
+/// Another network namespace. It exists as long as this value.
 pub struct NetNs(File);
 
 impl NetNs {
@@ -67,7 +66,7 @@ impl NetNs {
         namespace
     }
 
-    /// Runs a future in it to its end, on another thread; the calling thread waits.
+    /// Runs a future in the namespace to its end, on another thread, while the calling thread waits.
     pub fn run<F, Fut, T>(&self, body: F) -> T
     where
         F: FnOnce() -> Fut + Send,
@@ -119,7 +118,7 @@ impl Net {
         self.handle.link().add(LinkVeth::new(name, peer).build()).execute().await.unwrap();
     }
 
-    /// A veth whose other end is in the namespace, with both ends up.
+    /// Creates a veth whose other end is in the namespace, with both ends up.
     pub async fn veth_into(&self, name: &str, other: &NetNs, peer: &str) {
         self.veth(name, peer).await;
         self.move_to(peer, other).await;
@@ -182,7 +181,7 @@ impl Net {
         self.handle.route().add(route).execute().await.unwrap();
     }
 
-    /// Makes a neighbour entry that is in use.
+    /// Adds a neighbour entry that is in use.
     pub async fn neighbour(&self, name: &str, address: &str, mac: MacAddress) {
         let request = self.handle.neighbours().add(self.index(name).await, address.parse().unwrap());
         let request = request.link_layer_address(&mac.0).state(NeighbourState::Reachable);

@@ -1,6 +1,5 @@
-//! The tunnel device: a VXLAN device in collect-metadata mode, so that each packet carries its own remote address and
-//! VNI (the programs set and check them). One socket receives packets of IPv4 and IPv6 underlays, including those
-//! without a UDP checksum.
+//! The tunnel device: a VXLAN device in collect-metadata mode, in which each packet carries its own remote address and VNI (the programs
+//! set and check them). One socket receives packets of IPv4 and IPv6 underlays, including those without a UDP checksum.
 //!
 //! The device itself has VNI 0, because the kernel looks up packets of every VNI under 0 in this mode.
 
@@ -20,11 +19,11 @@ use egress_core::network::MacAddress;
 
 /// The device's name, unless configured otherwise.
 pub const DEFAULT_NAME: &str = "spillway0";
-/// The device's MTU: pods keep theirs, and the programs answer packets that are too large for the underlay.
+/// The device's MTU: pods keep their MTU, and the programs answer packets that are too large for the underlay.
 pub const MTU: u32 = 1500;
-/// The inner source address of our frames. VXLAN drops frames whose source is the receiving device's own address.
+/// The inner source MAC address of our frames. VXLAN drops frames whose source is the receiving device's own address.
 pub const INNER_SOURCE: MacAddress = MacAddress(abi::INNER_SRC_MAC);
-/// The inner destination address of our frames.
+/// The inner destination MAC address of our frames.
 pub const INNER_DESTINATION: MacAddress = MacAddress(abi::INNER_DST_MAC);
 
 /// The alias that identifies a device that we made.
@@ -35,7 +34,7 @@ const ALIAS: &str = "spillway egress tunnel";
 pub struct TunnelSpec {
     /// Its name, at most 15 bytes.
     pub name: String,
-    /// The UDP port that it receives on, and sends to.
+    /// The UDP port that it receives on and sends to.
     pub port: u16,
 }
 
@@ -45,14 +44,14 @@ impl Default for TunnelSpec {
     }
 }
 
-/// What had to be done to get the device.
+/// The action that was needed to get the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// It was made.
+    /// The device was created.
     Created,
-    /// One existed and is in use now; small deviations (MTU, flags) were corrected.
+    /// A device existed and is in use now; small deviations (MTU, flags) were corrected.
     Adopted,
-    /// One of ours existed with other attributes, and was replaced: its ifindex changed.
+    /// A device of ours existed with other attributes, and was replaced: its ifindex changed.
     Recreated,
 }
 
@@ -61,18 +60,18 @@ pub enum Origin {
 pub struct Tunnel {
     /// Its ifindex.
     pub index: u32,
-    /// Its own address, different from [`INNER_SOURCE`].
+    /// Its own MAC address, different from [`INNER_SOURCE`].
     pub mac: MacAddress,
-    /// What was done.
+    /// The action that was needed.
     pub origin: Origin,
-    /// Settings of the device that could not be made.
+    /// Settings of the device that could not be set.
     pub warnings: Vec<Warning>,
 }
 
 /// Why there is no device.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TunnelError {
-    /// Somebody else's device has the name.
+    /// A foreign device has the name.
     #[error(
         "the name {name} of the tunnel device is taken by a {kind} device that Spillway did not make: \
          remove it (`ip link del {name}`) or set another `tunnelName`"
@@ -115,15 +114,15 @@ pub enum TunnelError {
     /// The agent lacks the permission.
     #[error("not allowed to {action} the tunnel device {name}: the agent needs CAP_NET_ADMIN")]
     NotAllowed {
-        /// What was tried.
+        /// The attempted action.
         action: &'static str,
         /// The device's name.
         name: String,
     },
-    /// Anything else.
+    /// Any other failure.
     #[error("cannot {action} the tunnel device {name}: {message}")]
     Netlink {
-        /// What was tried.
+        /// The attempted action.
         action: &'static str,
         /// The device's name.
         name: String,
@@ -132,7 +131,7 @@ pub enum TunnelError {
     },
 }
 
-/// Ensures that the device exists with exactly these attributes, and is up. The error names what is in the way.
+/// Ensures that the device exists with exactly these attributes and is up. The error names the obstacle.
 pub async fn ensure(handle: &Handle, spec: &TunnelSpec) -> Result<Tunnel, TunnelError> {
     let links = all_links(handle, &spec.name).await?;
     let named = links.iter().map(Found::new).find(|found| found.name == spec.name);
@@ -169,14 +168,13 @@ pub async fn ensure(handle: &Handle, spec: &TunnelSpec) -> Result<Tunnel, Tunnel
     Ok(Tunnel { index: found.index, mac: found.mac.unwrap_or_default(), origin, warnings })
 }
 
-/// The devices that Spillway made, as (ifindex, name), whatever they are called.
+/// Returns the devices that Spillway made, as (ifindex, name), regardless of their names.
 pub async fn ours(handle: &Handle) -> Result<Vec<(u32, String)>, TunnelError> {
     let links = all_links(handle, "of ours").await?;
     Ok(links.iter().map(Found::new).filter(|found| found.ours).map(|found| (found.index, found.name)).collect())
 }
 
-/// Removes the device; false if there was none. A device that Spillway did not make is left alone, as if it were not
-/// there.
+/// Removes the device. Returns false if there was none. A device that Spillway did not make is left alone, as if it did not exist.
 pub async fn delete(handle: &Handle, name: &str) -> Result<bool, TunnelError> {
     let Some(found) = get(handle, name).await?.map(|message| Found::new(&message)).filter(|found| found.ours) else {
         return Ok(false);
@@ -199,7 +197,7 @@ async fn create(handle: &Handle, spec: &TunnelSpec) -> Result<(), TunnelError> {
         .build();
     handle.link().add(message).execute().await.map_err(|error| match errno(&error) {
         libc::EOPNOTSUPP => TunnelError::Unsupported { name: spec.name.clone() },
-        // The kernel compares the port with devices in its list, whatever namespace they have been moved to.
+        // The kernel compares the port with the devices in its list, even those that have been moved to other namespaces.
         libc::EEXIST | libc::EADDRINUSE => TunnelError::PortTakenBySocket { port: spec.port },
         _ => failed("make", &spec.name, &error),
     })
@@ -251,7 +249,7 @@ fn gone(name: &str) -> TunnelError {
     TunnelError::Netlink { action: "keep", name: name.to_owned(), message: "somebody removed it".to_owned() }
 }
 
-/// What matters here of an existing device.
+/// The relevant properties of an existing device.
 struct Found {
     name: String,
     index: u32,

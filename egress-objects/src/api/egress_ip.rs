@@ -1,4 +1,4 @@
-//! EgressIP: one address in use, who uses it and which gateways carry it. Written by the controller only.
+//! EgressIP: one address in use, the policies that use it and the gateways that carry it. Only the controller writes it.
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
@@ -34,22 +34,22 @@ use std::net::IpAddr;
 )]
 #[serde(rename_all = "camelCase")]
 pub struct EgressIPSpec {
-    /// The address.
+    /// The source address that the outside sees.
     #[schemars(schema_with = "schema::ip")]
     pub address: String,
 
-    /// The pool that it comes from; absent for an address that a policy names.
+    /// The pool that the address comes from; absent for an address that a policy names.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub pool: Option<String>,
 
-    /// The interface of the gateway whose address it is; only for a policy's gateway by interface.
+    /// The gateway's interface that has the address; only if a policy selects the address by its gateway's interface.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub interface: Option<String>,
 
-    /// Whether the address is a node's own: such an address does not move, its node answers ARP and NDP for it by
-    /// itself, and only some of its ports are used.
+    /// Whether the address is a node's own: such an address does not move, its node's network stack
+    /// answers ARP and NDP for it, and only some of its ports are used.
     #[serde(default)]
     pub fixed: bool,
 
@@ -58,11 +58,11 @@ pub struct EgressIPSpec {
     #[schemars(with = "SubnetInfo")]
     pub subnet_info: Option<SubnetInfo>,
 
-    /// How the outside reaches the address, from its pool.
+    /// How the outside reaches the address, as set in its pool.
     #[serde(default)]
     pub announce: Announce,
 
-    /// Through which gateways packets with the address leave, from its pool.
+    /// The gateways through which packets with the address leave, as set in its pool.
     #[serde(default)]
     pub outbound: Outbound,
 
@@ -72,7 +72,7 @@ pub struct EgressIPSpec {
 }
 
 impl EgressIP {
-    /// The nodes that carry it, as last planned. The controller of an earlier version named the owner only.
+    /// Returns the nodes that carry it, as last planned. The controller of an earlier version reported only the owner.
     pub fn carriers(&self) -> impl Iterator<Item = &str> {
         let status = self.status.as_ref();
         let owner = status.filter(|status| status.carriers.is_empty()).and_then(|status| status.node.as_deref());
@@ -87,68 +87,67 @@ pub struct PolicyUse {
     /// The policy: its name, with the prefix cegp/ for a CiliumEgressGatewayPolicy and egress/ for Antrea's Egress.
     pub policy: String,
 
-    /// The share of the policy's new flows, relative to its other egress IPs: 1 to 100.
+    /// The share of the policy's new flows that use the address, relative to the policy's other egress IPs: 1 to 100.
     #[schemars(with = "i32", range(min = 1))]
     pub weight: u32,
 }
 
-/// Which gateways carry an egress IP.
+/// The gateways that carry an egress IP.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressIPStatus {
-    /// The generation of the EgressIP that this status was made from.
+    /// The generation of the EgressIP from which this status was computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i64", range(min = 0))]
     pub observed_generation: Option<i64>,
 
-    /// The gateway that answers for the address; absent while none can.
+    /// The gateway that answers for the address; absent while no gateway can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub node: Option<String>,
 
-    /// The gateways that carry the address, in the order in which they answer for it: the one that answers first.
+    /// The gateways that carry the address, in the order in which they answer for it, the one that answers now first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub carriers: Vec<String>,
 
-    /// The zone of that gateway.
+    /// The zone of the gateway that answers for the address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub zone: Option<String>,
 
-    /// The gateway that the address returns to when it can.
+    /// The gateway to which the address returns when it can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub preferred_node: Option<String>,
 
-    /// Rises with every change of the gateway.
+    /// Increases with every change of the gateway.
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub epoch: u64,
 
-    /// How many port blocks of the address each source node may count on: exact where blocks are scarce, otherwise within a factor of
-    /// two, so that not each source node costs a write.
+    /// The number of port blocks of the address that each source node may count on: exact where blocks
+    /// are scarce, otherwise within a factor of two, so that not every new source node causes a write.
     #[serde(default)]
     #[schemars(with = "i32", range(min = 0, max = 1008))]
     pub block_share: u32,
 
-    /// Whether a node that needs a port block cannot have one, so that nodes with more than their share give idle ones
-    /// back.
+    /// Whether a node that needs a port block cannot get one. Nodes with more than their share then give idle blocks back.
     #[serde(default)]
     pub blocks_scarce: bool,
 
-    /// Whether a source node has no port block at all that it should have, so that nodes with more than their share take
-    /// no new ports from the rest, and give back each block when its last flow ends.
+    /// Whether a source node that should have a port block has none. Nodes with more than their share
+    /// then take no new ports from the excess, and give back each excess block when its last flow ends.
     #[serde(default)]
     pub blocks_starved: bool,
 
-    /// Ready, Draining (the address was taken out of its pool while it was in use) and others, each with a reason and a message.
+    /// Ready, Draining (the address was removed from its pool while it was in use) and others, each with a reason and a message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }
 
-/// The name of the EgressIP object of an address: the address itself for IPv4, all eight groups of four digits joined
-/// by `-` for IPv6 (`2001-0db8-0000-0000-0000-0000-0000-0010`).
+/// Returns the name of the EgressIP object of an address: the address itself for IPv4, all eight
+/// groups of four digits joined by `-` for IPv6 (`2001-0db8-0000-0000-0000-0000-0000-0010`).
 pub fn egress_ip_name(address: IpAddr) -> String {
     match address {
         IpAddr::V4(v4) => v4.to_string(),

@@ -1,4 +1,4 @@
-//! EgressNode: what the controller gives to a node (port blocks, assignments) and what the node's agent reports back.
+//! EgressNode: what the controller assigns to a node (port blocks, egress IPs of pods) and what the node's agent reports.
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-/// What the controller gives to a node.
+/// What the controller assigns to a node.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "spillway.io",
@@ -34,63 +34,63 @@ pub struct EgressNodeSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub blocks: Vec<LeasedBlocks>,
 
-    /// Port blocks that the node held and that nobody may use yet, because packets of its flows may still be in flight.
+    /// Port blocks that the node held and that no node may use yet, because packets of its flows may still be in flight.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub quarantined: Vec<LeasedBlocks>,
 
-    /// Which of the node's pods use which egress IP, for policies with distribution PerEndpoint, sorted.
+    /// The egress IPs that the node's pods use, for policies with distribution PerEndpoint, sorted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub assignments: Vec<Assignment>,
 
-    /// Networks of the node's pods that are in no Node's podCIDRs, sorted: those that its CNI names (CiliumNode), and single addresses
-    /// of pods that no object covers. No policy touches traffic to them.
+    /// Networks of the node's pods that are in no Node's podCIDRs, sorted: networks that its CNI names
+    /// (CiliumNode), and single addresses of pods that no object covers. No policy applies to traffic to them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pod_networks: Vec<String>,
 
-    /// Networks of pods of any node that a CNI names (Calico's and Antrea's IPPool, CiliumPodIPPool, Kube-OVN's Subnet), sorted; in the
-    /// object of one node, for all of them. No policy touches traffic to them.
+    /// Networks of pods of any node that a CNI names (Calico's and Antrea's IPPool, CiliumPodIPPool, Kube-OVN's
+    /// Subnet), sorted. One node's object lists them for all nodes. No policy applies to traffic to them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cluster_networks: Vec<String>,
 }
 
 impl EgressNode {
-    /// The object of a node that has none. Every agent follows a gateway's.
+    /// Returns the object for a node that has none. Every agent follows a gateway's object.
     pub fn joining(node: &str, is_gateway: bool) -> Self {
         let mut object = Self::new(node, EgressNodeSpec::default());
         object.set_followed_by(is_gateway);
         object
     }
 
-    /// Whose agents follow the object, if a controller has said so.
+    /// Returns the node whose agent follows the object, or [`EVERY_NODE`], if a controller has set it.
     pub fn followed_by(&self) -> Option<&str> {
         self.metadata.labels.as_ref()?.get(FOLLOWED_BY_LABEL).map(String::as_str)
     }
 
-    /// Sets whose agents follow the object of a node: those of every node, or only its own one.
+    /// Sets which agents follow the object of a node: those of every node, or only the node's own.
     pub fn set_followed_by(&mut self, every_node: bool) {
         let own = self.metadata.name.as_deref().filter(|name| !every_node && name.len() <= LABEL_VALUE);
         let by = own.unwrap_or(EVERY_NODE).to_owned();
         self.metadata.labels.get_or_insert_default().insert(FOLLOWED_BY_LABEL.to_owned(), by);
     }
 
-    /// Whether every agent follows this version of the object, and not `current`, the one that exists.
+    /// Returns whether every agent follows this version of the object, but not `current`, the existing version.
     pub fn is_shown(&self, current: Option<&Self>) -> bool {
         let is_public = |object: &Self| object.followed_by() == Some(EVERY_NODE);
         is_public(self) && !current.is_some_and(is_public)
     }
 
-    /// Whether the agent of the node with this object must follow all EgressNodes. Without the label a controller of an earlier version
-    /// wrote it.
+    /// Returns whether the agent of the node with this object must follow all EgressNodes. An
+    /// object without the label was written by a controller of an earlier version.
     pub fn follows_all(&self) -> bool {
         self.followed_by().is_none_or(|by| by == EVERY_NODE)
     }
 
-    /// Whether the agent of a node follows the object even if it need not follow all: whether [`Self::followed_from`] selects it.
+    /// Returns whether the agent of a node follows the object even if it need not follow all: whether [`Self::followed_from`] selects it.
     pub fn is_followed_from(&self, node: &str) -> bool {
         self.followed_by().is_some_and(|by| by == EVERY_NODE || by == node)
     }
 
-    /// The label selector of the EgressNodes that the agent of a node follows unless it must follow all.
+    /// Returns the label selector of the EgressNodes that the agent of a node follows unless it must follow all.
     pub fn followed_from(node: &str) -> String {
         let own = Some(node).filter(|node| node.len() <= LABEL_VALUE);
         let values: Vec<&str> = std::iter::once(EVERY_NODE).chain(own).collect();
@@ -139,12 +139,12 @@ pub struct BlockRange {
     #[schemars(with = "i32", range(min = 0, max = 1007))]
     pub first: u16,
 
-    /// How many blocks: 1 to 1008.
+    /// The number of blocks: 1 to 1008.
     #[schemars(with = "i32", range(min = 1, max = 1008))]
     pub count: u16,
 
-    /// The revision at which they were leased. The node uses them with gateways whose answers to its probes confirm its leases up to
-    /// this revision.
+    /// The revision at which the blocks were leased. The node uses them with gateways whose answers
+    /// to its probes confirm its leases up to this revision.
     #[schemars(with = "i64", range(min = 0))]
     pub revision: u64,
 }
@@ -165,7 +165,7 @@ pub struct Assignment {
     pub endpoints: Vec<String>,
 }
 
-/// What the node's agent reports.
+/// The report of the node's agent.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressNodeStatus {
@@ -177,12 +177,12 @@ pub struct EgressNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<NodeAddress>,
 
-    /// The node's setting for how packets travel between nodes: Auto, device, vxlan or direct.
+    /// The node's setting for the transport of packets between nodes: Auto, device, vxlan or direct.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub transport: Option<String>,
 
-    /// The transports by which the node accepts packets: device, vxlan, direct.
+    /// The transports over which the node accepts packets: device, vxlan, direct.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub receives: Vec<String>,
 
@@ -196,30 +196,30 @@ pub struct EgressNodeStatus {
     #[schemars(with = "String")]
     pub attach: Option<String>,
 
-    /// The revision up to which the node's own leases are in its tables. What it gives back refers to leases up to it.
+    /// The revision up to which the node's tables hold its own leases. Blocks that the node gives back refer to leases up to it.
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub own_lease_revision: u64,
 
-    /// The egress IPs that the node's tables carry, sorted by address: other nodes may use it for them from then on.
+    /// The egress IPs that the node's tables carry, sorted by address: from then on, other nodes may use this node for them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub carries: Vec<CarriedIP>,
 
-    /// What the node wants beyond what it has, and what it gives back, one entry for each egress IP, sorted by address.
+    /// Port blocks that the node wants or gives back, one entry for each egress IP, sorted by address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub demand: Vec<Demand>,
 
-    /// Port blocks in which the node's own sockets listen; they are not leased for the node's own addresses.
+    /// Port blocks in which the node's own sockets listen; they are not leased from the node's own addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::blocks")]
     pub occupied_blocks: Vec<u16>,
 
-    /// What the node cannot do for policies, sorted.
+    /// Problems that keep the node from carrying out policies, sorted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub troubles: Vec<Trouble>,
 
-    /// The policies that the node's datapath carries out for its pods, sorted. Absent if the agent does not report them; then nobody waits
-    /// for it.
+    /// The policies that the node's datapath carries out for its pods, sorted. Absent if the agent
+    /// does not report them; then policies do not wait for the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Vec<ProgrammedPolicy>")]
     pub programmed: Option<Vec<ProgrammedPolicy>>,
@@ -237,30 +237,30 @@ pub struct ProgrammedPolicy {
     /// The policy: its name, with the prefix cegp/ for a CiliumEgressGatewayPolicy and egress/ for Antrea's Egress.
     pub policy: String,
 
-    /// Its metadata.uid, which tells it from one of the same name before it.
+    /// Its metadata.uid, which distinguishes it from an earlier policy of the same name.
     pub uid: String,
 
-    /// The metadata.generation that the datapath has.
+    /// The metadata.generation that the datapath carries out.
     #[schemars(range(min = 0))]
     pub generation: i64,
 }
 
-/// Something that the node cannot do for a policy.
+/// A problem that keeps the node from carrying out a policy.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Trouble {
     /// The policy: its name, with the prefix cegp/ for a CiliumEgressGatewayPolicy and egress/ for Antrea's Egress.
     pub policy: String,
 
-    /// The pod that it is about, as namespace/name/uid; absent where it is about the policy as a whole.
+    /// The pod concerned, as namespace/name/uid; absent if the problem concerns the policy as a whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub pod: Option<String>,
 
-    /// What it is, in one word: DoesNotFit, PodWithoutInterface or PodNotStarted.
+    /// The kind of problem, in one word: DoesNotFit, PodWithoutInterface or PodNotStarted.
     pub reason: String,
 
-    /// What it is, and what to do about it.
+    /// The problem, and what to do about it.
     pub message: String,
 }
 
@@ -301,12 +301,12 @@ pub struct Demand {
     #[serde(rename = "egressIP")]
     pub egress_ip: String,
 
-    /// How many blocks the node wants in all; more than it has when it runs low.
+    /// The number of blocks that the node wants in all; more than it has when it runs low.
     #[serde(default)]
     #[schemars(with = "i32", range(min = 0, max = 1008))]
     pub want_blocks: u16,
 
-    /// Numbers of blocks that the node holds, that no flow of it uses, and that it will not use again; sorted.
+    /// Numbers of blocks that the node holds, that none of its flows uses, and that it will not use again; sorted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::blocks")]
     pub release: Vec<u16>,

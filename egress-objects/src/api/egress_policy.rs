@@ -1,5 +1,4 @@
-//! EgressPolicy: which destinations the pods of one namespace reach with which egress IPs. Written by the users of that
-//! namespace.
+//! EgressPolicy: the egress IPs with which the pods of one namespace reach destinations. Written by the users of that namespace.
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
@@ -11,7 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-/// Which pods of its namespace a policy selects, where their packets go, and which egress IPs they leave with.
+/// The pods of its namespace that a policy selects, the destinations of their packets, and the egress IPs with which they leave.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "spillway.io",
@@ -50,17 +49,17 @@ use serde::{Deserialize, Serialize};
         .field_path(".egressIPPools")
 )]
 pub struct EgressPolicySpec {
-    /// The pods of the namespace that the policy is for. A pod is selected when any of these selectors matches it.
+    /// The pods to which the policy applies. A pod is selected if any of these selectors matches it.
     #[schemars(length(max = 256))]
     pub selectors: Vec<OwnPods>,
 
-    /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside the
+    /// The destinations to which the policy applies, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside the
     /// cluster. When several policies match a packet, the longest prefix wins, then the older policy, then the name.
     #[serde(rename = "destinationCIDRs")]
     #[schemars(schema_with = "schema::cidrs")]
     pub destination_cidrs: Vec<String>,
 
-    /// Destinations within destinationCIDRs that this policy (and no other) leaves alone.
+    /// Destinations within destinationCIDRs that this policy leaves alone; other policies may still apply to them.
     #[serde(default, rename = "excludedCIDRs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::cidrs")]
     pub excluded_cidrs: Vec<String>,
@@ -70,8 +69,8 @@ pub struct EgressPolicySpec {
     #[schemars(length(max = 64))]
     pub egress_ip_pools: Vec<PoolRequest>,
 
-    /// How traffic is spread over the egress IPs: PerFlow hashes every new flow, PerEndpoint gives every pod one egress
-    /// IP, balanced and sticky.
+    /// How traffic is distributed over the egress IPs: PerFlow hashes every new flow, PerEndpoint
+    /// assigns every pod one egress IP, balanced and sticky.
     #[serde(default)]
     pub distribution: Distribution,
 
@@ -79,14 +78,14 @@ pub struct EgressPolicySpec {
     #[serde(default)]
     pub zone: ZonePreference,
 
-    /// What happens to new flows while no gateway answers: Drop, or NodeIP to send them out as if there were no policy, with
-    /// the address of the pod's node. TCP connections that begin so keep it until they end. NodeIP means Drop on each node where a cluster-scoped policy selects one of the
-    /// policy's pods, too.
+    /// What happens to new flows while no gateway answers: Drop, or NodeIP to send them out as if there were no
+    /// policy, with the address of the pod's node. TCP connections that begin that way keep it until they end.
+    /// NodeIP acts as Drop on each node where a cluster-scoped policy also selects one of the policy's pods.
     #[serde(default)]
     pub on_no_gateway: NoGateway,
 
-    /// What happens to TCP connections that are older than the policy, or began under onNoGateway NodeIP: Keep leaves
-    /// them on their old path until they end, Drop cuts them once there is a gateway.
+    /// What happens to TCP connections that are older than the policy, or that began under onNoGateway
+    /// NodeIP: Keep leaves them on their old path until they end, Drop cuts them once there is a gateway.
     #[serde(default)]
     pub existing_connections: ExistingConnections,
 

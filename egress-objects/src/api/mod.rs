@@ -1,6 +1,6 @@
-//! What users write and what Spillway writes for them: the custom resources of the group `spillway.io`, their rules
-//! and their documentation, and those of other systems. Strings as on the wire; `translate` turns them into the domain's types once. May know
-//! serde, schemars and Kubernetes' object shapes; knows no store, no clock and no I/O.
+//! The custom resources of the group `spillway.io`, written by users or by Spillway, with their rules and their
+//! documentation, and those of other systems. Strings are as on the wire; `translate` converts them to the
+//! domain's types once. May use serde, schemars and Kubernetes' object shapes; has no store, no clock and no I/O.
 
 mod egress_ip;
 mod egress_node;
@@ -43,8 +43,7 @@ use kube::CustomResourceExt;
 
 /// API group of Spillway's own kinds.
 pub const GROUP: &str = "spillway.io";
-/// Version of the kinds that people write. The meaning of its fields does not change: docs/install.md says what is
-/// promised.
+/// Version of the kinds that users write. The meaning of its fields does not change: docs/install.md states the promise.
 pub const VERSION: &str = "v1beta1";
 /// The previous version of those kinds, which clusters still serve, and the version of the kinds that Spillway itself
 /// writes.
@@ -55,24 +54,24 @@ pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";
 /// The length of a label's value (`validation.LabelValueMaxLength` of Kubernetes). Names of nodes can be longer.
 pub(crate) const LABEL_VALUE: usize = 63;
 
-/// Label of an EgressIP: the node that carries it now, for whatever configures a cloud. Absent while none does, and for a node whose name
-/// is too long for a label.
+/// Label of an EgressIP: the node that carries it now, for tools that configure a cloud. Absent
+/// while no node carries it, and for a node whose name is too long for a label.
 pub const NODE_LABEL: &str = "spillway.io/node";
 
-/// Label of an EgressNode: whose agents follow it. Either [`EVERY_NODE`], or the name of its own node: then only that one's agent does, and
-/// those of gateways, which follow all.
+/// Label of an EgressNode: the agents that follow it. Either [`EVERY_NODE`], or the name of its own
+/// node: then only that node's agent follows it, and those of gateways, which follow all.
 pub const FOLLOWED_BY_LABEL: &str = "spillway.io/followed-by";
 /// The value of [`FOLLOWED_BY_LABEL`] for gateways, and for nodes with networks of pods that no other object names.
 pub const EVERY_NODE: &str = "every-node";
 
-/// Every CustomResourceDefinition of Spillway with the name of the file that it belongs in, sorted by that name.
+/// Returns every CustomResourceDefinition of Spillway with the name of its file, sorted by that name.
 pub fn crds() -> Vec<(String, CustomResourceDefinition)> {
     let of_people = [EgressGatewayPolicy::crd(), EgressPolicy::crd(), EgressIPPool::crd()];
     files(of_people.into_iter().map(schema::with_alpha).chain([EgressIP::crd(), EgressNode::crd()]))
 }
 
-/// The CustomResourceDefinitions of the kinds of other systems, to be installed only where theirs are absent; named and
-/// sorted like [`crds`].
+/// Returns the CustomResourceDefinitions of other systems' kinds, to be installed only where the
+/// systems' own are absent; named and sorted like [`crds`].
 pub fn foreign_crds() -> Vec<(String, CustomResourceDefinition)> {
     files([CiliumEgressGatewayPolicy::crd(), Egress::crd(), ExternalIPPool::crd()])
 }

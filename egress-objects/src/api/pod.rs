@@ -1,12 +1,12 @@
-//! The part of a Pod that is kept. A cluster has many, and the type of k8s-openapi, with room for every field, takes two
-//! kilobytes each before any text.
+//! The part of a Pod that is kept. A cluster has many pods, and the type of k8s-openapi, with room
+//! for every field, takes two kilobytes for each before any text.
 
 use k8s_openapi::api::core::v1;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::{Metadata, NamespaceResourceScope, Resource};
 use serde::{Deserialize, Serialize};
 
-/// A Pod (v1), as far as it matters here.
+/// A Pod (v1), reduced to the fields in use.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Pod {

@@ -1,4 +1,4 @@
-//! EgressGatewayPolicy: which pods reach which destinations with which egress IPs.
+//! EgressGatewayPolicy: the egress IPs with which pods reach destinations.
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
@@ -8,7 +8,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What a policy selects, where its packets go, and which egress IPs they leave with.
+/// The pods that a policy selects, the destinations of their packets, and the egress IPs with which they leave.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "spillway.io",
@@ -46,17 +46,17 @@ use serde::{Deserialize, Serialize};
     .message("a policy takes its egress IPs from one place: write exactly one of egressGateways and egressIPPools")
 )]
 pub struct EgressGatewayPolicySpec {
-    /// The pods that the policy is for. A pod is selected when any of these selectors matches it.
+    /// The pods to which the policy applies. A pod is selected if any of these selectors matches it.
     #[schemars(length(max = 256))]
     pub selectors: Vec<EndpointSelector>,
 
-    /// The destinations that the policy is for, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside the
+    /// The destinations to which the policy applies, IPv4 and IPv6. Use 0.0.0.0/0 and ::/0 for everything outside the
     /// cluster. When several policies match a packet, the longest prefix wins, then the older policy, then the name.
     #[serde(rename = "destinationCIDRs")]
     #[schemars(schema_with = "schema::cidrs")]
     pub destination_cidrs: Vec<String>,
 
-    /// Destinations within destinationCIDRs that this policy (and no other) leaves alone.
+    /// Destinations within destinationCIDRs that this policy leaves alone; other policies may still apply to them.
     #[serde(default, rename = "excludedCIDRs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::cidrs")]
     pub excluded_cidrs: Vec<String>,
@@ -66,7 +66,7 @@ pub struct EgressGatewayPolicySpec {
     #[schemars(with = "EgressGateway")]
     pub egress_gateway: Option<EgressGateway>,
 
-    /// The gateways over which the traffic is spread, each with its egress IP.
+    /// The gateways over which the traffic is distributed, each with its egress IP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Vec<EgressGateway>", length(max = 1024))]
     pub egress_gateways: Option<Vec<EgressGateway>>,
@@ -76,14 +76,14 @@ pub struct EgressGatewayPolicySpec {
     #[schemars(with = "PoolRequest")]
     pub egress_ip_pool: Option<PoolRequest>,
 
-    /// The pools that the egress IPs come from (for example one for each zone). Spillway puts each on a gateway, and
-    /// moves it when that gateway fails.
+    /// The pools that the egress IPs come from (for example one for each zone). Spillway places
+    /// each egress IP on a gateway, and moves it when that gateway fails.
     #[serde(default, rename = "egressIPPools", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Vec<PoolRequest>", length(max = 64))]
     pub egress_ip_pools: Option<Vec<PoolRequest>>,
 
-    /// How traffic is spread over the egress IPs: PerFlow hashes every new flow, PerEndpoint gives every pod one egress
-    /// IP, balanced and sticky.
+    /// How traffic is distributed over the egress IPs: PerFlow hashes every new flow, PerEndpoint
+    /// assigns every pod one egress IP, balanced and sticky.
     #[serde(default)]
     pub distribution: Distribution,
 
@@ -91,13 +91,13 @@ pub struct EgressGatewayPolicySpec {
     #[serde(default)]
     pub zone: ZonePreference,
 
-    /// What happens to new flows while no gateway answers: Drop, or NodeIP to send them out as if there were no policy, with
-    /// the address of the pod's node. TCP connections that begin so keep it until they end.
+    /// What happens to new flows while no gateway answers: Drop, or NodeIP to send them out as if there were no
+    /// policy, with the address of the pod's node. TCP connections that begin that way keep it until they end.
     #[serde(default)]
     pub on_no_gateway: NoGateway,
 
-    /// What happens to TCP connections that are older than the policy, or began under onNoGateway NodeIP: Keep leaves
-    /// them on their old path until they end, Drop cuts them once there is a gateway.
+    /// What happens to TCP connections that are older than the policy, or that began under onNoGateway
+    /// NodeIP: Keep leaves them on their old path until they end, Drop cuts them once there is a gateway.
     #[serde(default)]
     pub existing_connections: ExistingConnections,
 
@@ -107,13 +107,13 @@ pub struct EgressGatewayPolicySpec {
     pub bandwidth: Option<Bandwidth>,
 }
 
-/// Selects pods by their labels, their namespace's and their node's. All that are given must match.
+/// Selects pods by their own labels, their namespace's and their node's. All given selectors must match.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("has(self.podSelector) || has(self.namespaceSelector)")
     .message("a selector needs podSelector or namespaceSelector: write podSelector: {} to select every pod"))]
 pub struct EndpointSelector {
-    /// Labels of the pod. Empty selects every pod; absent as well, if there is a namespaceSelector.
+    /// Labels of the pod. Empty selects every pod; so does an absent selector, if there is a namespaceSelector.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::label_selector")]
     pub pod_selector: Option<LabelSelector>,
@@ -153,7 +153,7 @@ pub struct EgressGateway {
     #[schemars(schema_with = "schema::interface")]
     pub interface: Option<String>,
 
-    /// The share of new flows that this gateway gets, relative to the weights of the others: 1 to 100.
+    /// The share of new flows that this gateway gets, relative to the weights of the other gateways: 1 to 100.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 100))]
     pub weight: i32,
@@ -169,19 +169,19 @@ pub struct PoolRequest {
     #[schemars(schema_with = "schema::pool_name")]
     pub name: String,
 
-    /// How many egress IPs: 1 to 1024. Without it as many as egressIPs lists, at least 1. Entries of one pool count together, up to
-    /// 1024.
+    /// The number of egress IPs: 1 to 1024. By default as many as egressIPs lists, at least 1.
+    /// Entries of one pool count together, up to 1024.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i32", range(min = 1, max = 1024))]
     pub count: Option<i32>,
 
-    /// Particular addresses of the pool that must be among them.
+    /// Particular addresses of the pool that must be among the policy's egress IPs.
     #[serde(default, rename = "egressIPs", skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::ips")]
     pub egress_ips: Option<Vec<String>>,
 }
 
-/// How traffic is spread over the egress IPs of a policy.
+/// How traffic is distributed over the egress IPs of a policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Distribution {
     /// Every new flow is hashed to one of the egress IPs.
@@ -195,8 +195,8 @@ pub enum Distribution {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ZonePreference {
-    /// Any ignores zones; Prefer uses the pod's own zone while a gateway is alive there, then the others; Require uses
-    /// the pod's own zone only.
+    /// Any ignores zones; Prefer uses the pod's own zone while a gateway is alive there, otherwise
+    /// the other zones; Require uses only the pod's own zone.
     #[serde(default)]
     pub mode: ZoneMode,
 
@@ -245,7 +245,7 @@ pub struct Bandwidth {
     #[schemars(schema_with = "schema::quantity")]
     pub rate: String,
 
-    /// Bits that may pass at once after a pause, as a quantity: 2G. Without it, as much as the rate lets pass in 100 ms.
+    /// Bits that may pass in one burst after a pause, as a quantity: 2G. By default as much as the rate lets pass in 100 ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::quantity")]
     pub burst: Option<String>,
@@ -255,7 +255,7 @@ pub struct Bandwidth {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressGatewayPolicyStatus {
-    /// The generation of the policy that this status was made from.
+    /// The generation of the policy from which this status was computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i64", range(min = 0))]
     pub observed_generation: Option<i64>,
@@ -266,7 +266,7 @@ pub struct EgressGatewayPolicyStatus {
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 
-    /// How many pods the policy selects.
+    /// The number of pods that the policy selects.
     #[serde(default)]
     #[schemars(with = "i32", range(min = 0))]
     pub selected_endpoints: u32,
@@ -288,7 +288,7 @@ pub struct SlotStatus {
     #[serde(rename = "egressIP")]
     pub egress_ip: String,
 
-    /// The gateway that carries it now; absent while none does.
+    /// The gateway that carries it now; absent while no gateway does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub node: Option<String>,
@@ -298,7 +298,7 @@ pub struct SlotStatus {
     #[schemars(with = "String")]
     pub zone: Option<String>,
 
-    /// Rises with every change of the gateway.
+    /// Increases with every change of the gateway.
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub epoch: u64,
@@ -312,11 +312,11 @@ pub struct SlotStatus {
     #[schemars(with = "i32", range(min = 0))]
     pub weight: u32,
 
-    /// Whether the address was taken out of its pool: its connections continue, and it gets no new ones.
+    /// Whether the address was removed from its pool: its connections continue, but it gets no new ones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub draining: bool,
 
-    /// How many pods are assigned to it; absent with PerFlow.
+    /// The number of pods that are assigned to it; absent with PerFlow.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i32", range(min = 0))]
     pub endpoints: Option<u32>,

@@ -1,4 +1,4 @@
-//! EgressIPPool: addresses that policies take egress IPs from, and the nodes that may carry them.
+//! EgressIPPool: addresses from which policies take egress IPs, and the nodes that may carry them.
 
 #![expect(clippy::duplicated_attributes, reason = "printer columns repeat their attribute's keys")]
 
@@ -41,8 +41,8 @@ use serde::{Deserialize, Serialize};
               allowed}}, or {} for all")
     .field_path(".quotas"))]
 pub struct EgressIPPoolSpec {
-    /// The addresses of the pool. A CIDR's first address is never given out, nor is an IPv4 CIDR's last; of a range
-    /// from start to end, all are.
+    /// The addresses of the pool. The first address of a CIDR is never assigned, nor is the last
+    /// one of an IPv4 CIDR; of a range from start to end, all are.
     #[schemars(length(max = 256))]
     pub ip_ranges: Vec<IPRange>,
 
@@ -50,28 +50,27 @@ pub struct EgressIPPoolSpec {
     #[schemars(schema_with = "schema::label_selector")]
     pub node_selector: LabelSelector,
 
-    /// The subnet of the addresses, when it is not that of the node's default route.
+    /// The subnet of the addresses, if it differs from that of the node's default route.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "SubnetInfo")]
     pub subnet_info: Option<SubnetInfo>,
 
-    /// How many addresses of this pool one node may carry: 1 to 255. The node annotation spillway.io/max-egress-ips
-    /// overrides it.
+    /// The number of addresses of this pool that one node may carry: 1 to 255. The node annotation spillway.io/max-egress-ips overrides it.
     #[serde(default, rename = "maxEgressIPsPerNode", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i32", range(min = 1, max = 255))]
     pub max_egress_ips_per_node: Option<i32>,
 
-    /// Whether an address goes back to its preferred node when that node has recovered.
+    /// Whether an address returns to its preferred node after that node has recovered.
     #[serde(default)]
     pub failback: Failback,
 
-    /// How the outside reaches the addresses. ARP: one gateway answers ARP and NDP for each. Route: every node that the pool selects keeps
-    /// a route to each in table 83, with protocol number 83, which a BGP speaker on the node exports; outbound is Spread then, and all
-    /// gateways are carriers. None: something else sends them to a node.
+    /// How the outside reaches the addresses. ARP: one gateway answers ARP and NDP for each address. Route: every node that
+    /// the pool selects keeps a route to each address in table 83, with protocol number 83, which a BGP speaker on the node
+    /// exports; outbound is then Spread, and all gateways are carriers. None: another system sends their packets to a node.
     #[serde(default)]
     pub announce: Announce,
 
-    /// How many gateways carry each address: 1 to 64. One of them answers for it; the others take over when it fails.
+    /// The number of gateways that carry each address: 1 to 64. One of them answers for it; the others take over when it fails.
     #[serde(default = "carriers")]
     #[schemars(range(min = 1, max = 64))]
     pub carriers: i32,
@@ -82,18 +81,18 @@ pub struct EgressIPPoolSpec {
     #[schemars(with = "Outbound")]
     pub outbound: Option<Outbound>,
 
-    /// The namespaces whose EgressPolicies may use the pool; empty selects all. Absent: only cluster-scoped policies use it.
+    /// The namespaces whose EgressPolicies may use the pool; empty selects all. If absent, only cluster-scoped policies may use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::label_selector")]
     pub allowed_namespaces: Option<LabelSelector>,
 
-    /// How many addresses of the pool the EgressPolicies of one namespace may have together. If several select a namespace, the
-    /// lowest applies; without one there is no limit.
+    /// The number of addresses of the pool that the EgressPolicies of one namespace may have together.
+    /// If several quotas select a namespace, the lowest applies; without a quota there is no limit.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub quotas: Vec<Quota>,
 
-    /// How many source ports are leased to a node at once.
+    /// The number of source ports that are leased to a node at a time.
     #[serde(default = "port_block_size")]
     #[schemars(range(min = 64, max = 64))]
     pub port_block_size: i32,
@@ -108,35 +107,35 @@ pub enum Announce {
     Arp,
     /// Every carrier has a route to it, which a BGP speaker exports.
     Route,
-    /// Something else sends its packets to a node.
+    /// Another system sends its packets to a node.
     None,
 }
 
-/// Through which gateways packets with an address leave.
+/// The gateways through which packets with an address leave.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Outbound {
-    /// The one that answers for the address.
+    /// The gateway that answers for the address.
     #[default]
     Owner,
-    /// All that carry it, each connection through one.
+    /// All carriers, each connection through one of them.
     Spread,
 }
 
-/// How many addresses of a pool the EgressPolicies of one namespace may have.
+/// The number of addresses of a pool that the EgressPolicies of one namespace may have.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Quota {
-    /// The namespaces that it applies to, each separately. Empty selects all.
+    /// The namespaces to which the quota applies, each separately. Empty selects all.
     #[schemars(schema_with = "schema::label_selector")]
     pub namespace_selector: LabelSelector,
 
-    /// How many addresses, of both families together: 0 to 1024.
+    /// The number of addresses, of both families together: 0 to 1024.
     #[serde(rename = "maxEgressIPs")]
     #[schemars(range(min = 0, max = 1024))]
     pub max_egress_ips: i32,
 }
 
-/// Consecutive addresses: a CIDR, or the first and the last one.
+/// Consecutive addresses: a CIDR, or a first and a last address.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
@@ -147,7 +146,7 @@ pub struct Quota {
         "!(has(self.start) && has(self.end) && isIP(self.start) && isIP(self.end)) || \
          ip(self.start).family() == ip(self.end).family()")
         .message("start and end are of different families: write two IPv4 or two IPv6 addresses"),
-    // Nothing compares IPv6 addresses in CEL: a pool with such a range is refused by `translate::pool`.
+    // CEL cannot compare IPv6 addresses: `translate::pool` refuses a pool with such a range.
     validation = Rule::new(
         "!(has(self.start) && has(self.end) && isIP(self.start) && isIP(self.end)) || ip(self.start).family() != 4 || \
          ip(self.end).family() != 4 || \
@@ -158,7 +157,7 @@ pub struct Quota {
         .message("end lies before start: write the first and the last address")
 )]
 pub struct IPRange {
-    /// A network; its first address (and its last one with IPv4) is not given out.
+    /// A network; its first address (and its last one with IPv4) is not assigned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::cidr")]
     pub cidr: Option<String>,
@@ -189,7 +188,7 @@ pub struct SubnetInfo {
     #[schemars(range(min = 1, max = 128))]
     pub prefix_length: i32,
 
-    /// The VLAN that the subnet is reached through: 1 to 4094; 0 or absent for none.
+    /// The VLAN through which the subnet is reached: 1 to 4094; 0 or absent for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i32", range(min = 0, max = 4094))]
     pub vlan: Option<i32>,
@@ -218,10 +217,10 @@ impl Default for Failback {
 /// Whether addresses return to their preferred node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum FailbackMode {
-    /// They do, after the delay.
+    /// They return after the delay.
     #[default]
     Preferred,
-    /// They stay.
+    /// They stay where they are.
     Never,
 }
 
@@ -229,12 +228,12 @@ pub enum FailbackMode {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressIPPoolStatus {
-    /// The generation of the pool that this status was made from.
+    /// The generation of the pool from which this status was computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "i64", range(min = 0))]
     pub observed_generation: Option<i64>,
 
-    /// How many addresses there are, and how many are in use.
+    /// The number of addresses, and the number in use.
     #[serde(default)]
     pub usage: PoolUsage,
 
@@ -248,7 +247,7 @@ pub struct EgressIPPoolStatus {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PoolUsage {
-    /// Addresses that can be given out.
+    /// Addresses that can be assigned.
     #[serde(default)]
     #[schemars(with = "i64", range(min = 0))]
     pub total: u64,

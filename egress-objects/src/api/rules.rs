@@ -42,8 +42,8 @@ impl Rules {
         Ok(Rules { compiled: compile_schema(&schema), schema, validator: Validator::new() })
     }
 
-    /// Every rule that `object` breaks, sorted by field. Fields with the value null count as absent and are removed from it first.
-    /// The CEL rules are judged only when the structure is right, as an API server does.
+    /// Returns every rule that `object` breaks, sorted by field. Fields with the value null count as absent and
+    /// are removed from it first. The CEL rules are evaluated only if the structure is valid, as in an API server.
     pub fn check(&self, object: &mut Value) -> Vec<Violation> {
         remove_nulls(object);
         let mut found = Vec::new();
@@ -76,7 +76,7 @@ pub fn remove_nulls(value: &mut Value) {
     }
 }
 
-/// The root of a CRD's schema does not describe the fields that every object has.
+/// Checks an object from its root: a CRD's schema does not describe the fields that every object has.
 fn check_root(schema: &Value, object: &Value, found: &mut Vec<Violation>) {
     let Value::Object(fields) = object else {
         found.push(wrong_type("", "a map of fields", object));
@@ -143,7 +143,7 @@ fn check(schema: &Value, value: &Value, path: &str, found: &mut Vec<Violation>) 
     }
 }
 
-/// Whether a field is deprecated: its description begins with that word.
+/// Returns whether a field is deprecated: its description begins with that word.
 fn is_deprecated(schema: &Value) -> bool {
     schema["description"].as_str().is_some_and(|description| description.starts_with("Deprecated"))
 }
@@ -167,7 +167,7 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str, found: 
         }
     }
     for name in schema.get("required").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str) {
-        // A field with wrong capitals is unknown, and was reported as such.
+        // A field with wrong capitalisation is unknown, and was reported as such.
         if !fields.keys().any(|field| field.eq_ignore_ascii_case(name)) {
             let schema = known.and_then(|known| known.get(name));
             let about = schema.and_then(|schema| schema.get("description")).and_then(Value::as_str).unwrap_or_default();
@@ -197,7 +197,7 @@ fn check_enum(schema: &Value, text: &str, path: &str, found: &mut Vec<Violation>
     }
 }
 
-/// An unknown field, and the fields that may stand there instead.
+/// Returns the violation of an unknown field, with the fields that are allowed there.
 pub fn unknown_field<'a>(path: String, name: &str, known: impl Iterator<Item = &'a String>) -> Violation {
     let known: Vec<&str> = known.map(String::as_str).collect();
     let meant = known.iter().find(|candidate| {

@@ -9,13 +9,13 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Fields that mean the same as the list after them with one entry: [`ALPHA`] accepts both, [`VERSION`] the list.
+/// Short forms of a list with one entry: [`ALPHA`] accepts the field or the list, [`VERSION`] only the list.
 pub const SHORT_FORMS: [(&str, &str); 2] = [("egressGateway", "egressGateways"), ("egressIPPool", "egressIPPools")];
 
 /// The longest message of a condition that an API server accepts.
 const LONGEST_MESSAGE: usize = 32_768;
 
-/// The message of a condition, cut if it is too long.
+/// Returns the message of a condition, truncated if it is too long.
 pub fn shorten(mut message: String) -> String {
     if message.len() > LONGEST_MESSAGE {
         message.truncate(message.floor_char_boundary(LONGEST_MESSAGE - 4));
@@ -24,9 +24,8 @@ pub fn shorten(mut message: String) -> String {
     message
 }
 
-/// Adds [`ALPHA`] to a CRD. Both versions have the same fields, so that an API server converts between them without
-/// loss. If an object of the older one has a short form, the newer one shows it, and rejects it only when somebody
-/// writes it.
+/// Adds [`ALPHA`] to a CRD. Both versions have the same fields, so that an API server converts between them without loss. If an object of
+/// the older version has a short form, the newer version shows it, and rejects it only when somebody writes it.
 pub(super) fn with_alpha(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     let Some(version) = crd.spec.versions.first_mut() else { return crd };
     let alpha = CustomResourceDefinitionVersion {
@@ -59,7 +58,7 @@ fn refuse_short_forms(spec: &mut JSONSchemaProps) {
     spec.x_kubernetes_validations.get_or_insert_default().extend(rules.collect::<Vec<_>>());
 }
 
-/// Completes a CRD: descriptions are on one line, since `kubectl explain` wraps them, and lists without another type are atomic.
+/// Completes a CRD: joins the lines of descriptions, which `kubectl explain` wraps, and makes lists without another type atomic.
 pub(super) fn complete(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     for version in &mut crd.spec.versions {
         if let Some(root) = version.schema.as_mut().and_then(|schema| schema.open_api_v3_schema.as_mut()) {
@@ -82,14 +81,14 @@ fn complete_schema(schema: &mut JSONSchemaProps) {
 
 /// Longest list of CIDRs or addresses in one field.
 const MAX_LIST: u32 = 1024;
-/// Most labels, expressions, and values of an expression, in one label selector: a plan looks at each for many pods.
+/// Most labels, expressions, and values of an expression, in one label selector: a plan evaluates each for many pods.
 const MAX_REQUIREMENTS: u32 = 64;
 /// Length of a label's key: a prefix (a DNS subdomain), a slash and a name.
 const LABEL_KEY: u32 = 253 + 1 + 63;
 /// Length of the name of a cluster-scoped object, a DNS subdomain.
 const NAME: u32 = 253;
 
-/// A rule of a CRD; `message` is a CEL expression, so that it can name the offending value.
+/// Returns a rule of a CRD; `message` is a CEL expression, so that it can name the offending value.
 fn rule(rule: &str, message: &str) -> Value {
     json!({ "rule": rule, "messageExpression": message })
 }
@@ -131,39 +130,39 @@ fn into_schema(value: Value) -> Schema {
     }
 }
 
-/// One CIDR.
+/// Returns the schema of one CIDR.
 pub(super) fn cidr(_: &mut SchemaGenerator) -> Schema {
     into_schema(cidr_schema())
 }
 
-/// A list of CIDRs.
+/// Returns the schema of a list of CIDRs.
 pub(super) fn cidrs(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({ "type": "array", "maxItems": MAX_LIST, "items": cidr_schema() }))
 }
 
-/// A list of numbers of port blocks.
+/// Returns the schema of a list of numbers of port blocks.
 pub(super) fn blocks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "array", "items": { "type": "integer", "format": "int32", "minimum": 0, "maximum": 1007 } })
 }
 
-/// One IP address.
+/// Returns the schema of one IP address.
 pub(super) fn ip(_: &mut SchemaGenerator) -> Schema {
     into_schema(ip_schema())
 }
 
-/// A list of IP addresses.
+/// Returns the schema of a list of IP addresses.
 pub(super) fn ips(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({ "type": "array", "maxItems": MAX_LIST, "items": ip_schema() }))
 }
 
-/// A Kubernetes quantity above zero, as a string: `800M`, `2Gi`, `1500000`.
+/// Returns the schema of a Kubernetes quantity above zero, as a string: `800M`, `2Gi`, `1500000`.
 pub(super) fn quantity(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({
         "type": "string",
         "maxLength": 32,
         "x-kubernetes-validations": [rule(
-            // Kubernetes accepts signs, and suffixes below `m`, too; `translate::scalar::quantity` does not. The pattern comes first: kube-cel
-            // overflows at a large exponent.
+            // Kubernetes also accepts signs, and suffixes below `m`; `translate::scalar::quantity`
+            // does not. The pattern comes first, because kube-cel overflows at a large exponent.
             "self.matches('^([0-9]{1,9}[.]?[0-9]{0,9}|[.][0-9]{1,9})(m|[kMGTPE]|[KMGTPE]i|[eE][+-]?(0?[0-9]|1[0-8]))?$') && \
              isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))",
             "'\"' + self + '\" is not a quantity above zero: write bits per second for a rate and bits for a burst, \
@@ -172,7 +171,7 @@ pub(super) fn quantity(_: &mut SchemaGenerator) -> Schema {
     }))
 }
 
-/// A duration: a whole number and a unit.
+/// Returns the schema of a duration: a whole number and a unit.
 pub(super) fn duration(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({
         "type": "string",
@@ -184,7 +183,7 @@ pub(super) fn duration(_: &mut SchemaGenerator) -> Schema {
     }))
 }
 
-/// The name of a Linux network interface.
+/// Returns the schema of the name of a Linux network interface.
 pub(super) fn interface(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({
         "type": "string",
@@ -197,7 +196,7 @@ pub(super) fn interface(_: &mut SchemaGenerator) -> Schema {
     }))
 }
 
-/// The name of an EgressIPPool.
+/// Returns the schema of the name of an EgressIPPool.
 pub(super) fn pool_name(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({
         "type": "string",
@@ -209,7 +208,7 @@ pub(super) fn pool_name(_: &mut SchemaGenerator) -> Schema {
     }))
 }
 
-/// A Kubernetes label selector. An empty one selects everything.
+/// Returns the schema of a Kubernetes label selector. An empty one selects everything.
 pub(super) fn label_selector(_: &mut SchemaGenerator) -> Schema {
     let mut schema = selector_schema();
     let [labels, expressions] = ["matchLabels", "matchExpressions"].map(|field| format!("/properties/{field}"));
@@ -244,7 +243,7 @@ pub(super) fn label_selector(_: &mut SchemaGenerator) -> Schema {
     into_schema(schema)
 }
 
-/// A label selector of a kind of another system, whose definition has neither limits nor rules.
+/// Returns the schema of a label selector in another system's kind, whose definition has neither limits nor rules.
 pub(super) fn foreign_label_selector(_: &mut SchemaGenerator) -> Schema {
     into_schema(selector_schema())
 }
@@ -284,7 +283,7 @@ fn selector_schema() -> Value {
     })
 }
 
-/// Conditions as Kubernetes defines them, one of each type.
+/// Returns the schema of conditions as Kubernetes defines them, one of each type.
 pub(super) fn conditions(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "array",

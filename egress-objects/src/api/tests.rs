@@ -1,4 +1,4 @@
-//! Each rule rejects what it should, with its message, at its field.
+//! Tests that each rule rejects invalid objects, with its message, at its field.
 
 mod generated;
 mod versions;
@@ -38,7 +38,7 @@ fn check(mut object: Value) -> Vec<String> {
     RULES.with(|rules| rules[&of].check(&mut object).iter().map(ToString::to_string).collect())
 }
 
-/// The object in the previous version.
+/// Returns the object in the previous version.
 fn alpha(mut object: Value) -> Value {
     object["apiVersion"] = "spillway.io/v1alpha1".into();
     object
@@ -456,7 +456,7 @@ fn crds_have_neither_formats_that_an_api_server_does_not_know_nor_nullable_field
     }
 }
 
-/// What a schema lacks of what each of our APIs must declare, by the field's path.
+/// Lists the declarations that each of our APIs must have and that a schema lacks, by the field's path.
 fn lacks(schema: &Value, path: &str) -> Vec<String> {
     let mut found = Vec::new();
     let has = |key: &str| schema.get(key).is_some();

@@ -1,14 +1,14 @@
-//! Which reports of nodes about themselves are believed. Pure.
+//! Decides which reports of nodes about themselves are believed. Pure.
 //!
-//! A node's agent writes its EgressNode's status, and so can an attacker who controls that node. So another node or the
-//! controller acts on it only if it can harm nobody but that node, or if the API server's Node object agrees:
+//! A node's agent writes its EgressNode's status, and so can an attacker who controls that node. So the controller and
+//! other nodes act on a report only if it can harm no node but that one, or if the API server's Node object agrees:
 //!
-//! - a tunnel address is one of the Node's addresses, and of no other live node;
-//! - an address of an interface belongs to no other node, and to no pod of another node. Those that the Node object does not have may
-//!   serve as egress IPs of that node, by policies that choose it, and are no exception for others (`plan::claims`, `agent::view`);
+//! - a tunnel address is one of the Node's addresses, and not an address of another live node;
+//! - an address of an interface belongs to no other node, and to no pod of another node. Addresses that the Node object lacks may serve as
+//!   egress IPs of that node, by policies that choose it, and are not an exception for other nodes (`plan::claims`, `agent::view`);
 //! - a revision of leases is one that can have been assigned.
 //!
-//! Demand, carried egress IPs and occupied blocks concern only what the controller leases or assigns to the node.
+//! Demand, carried egress IPs and occupied blocks affect only what the controller leases or assigns to the node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -23,10 +23,10 @@ use egress_core::{
     network::pods::PodCidrs,
 };
 
-/// The highest revision that nodes may report: higher ones would leave none for later leases. Real ones count grants.
+/// The highest revision that nodes may report: a higher one would leave none for later leases. Real revisions count grants.
 pub const MAX_REVISION: u64 = 1 << 62;
 
-/// Removes from the nodes what is not believed, and returns what that was.
+/// Removes the reports that are not believed from the nodes, and returns them as problems.
 pub(super) fn believed(objects: &[Arc<KubeNode>], snapshot: &mut Snapshot) -> Vec<Problem> {
     let mut problems = Vec::new();
     let holders = holders(objects, snapshot, &mut problems);
@@ -81,8 +81,8 @@ fn problem(node: &NodeName, field: &str, message: String) -> Problem {
     Problem { kind, name, field, message, remedy }
 }
 
-/// Who has each address of a node. If two Node objects have one, the live node has it: leftovers of another one, which was deleted or
-/// is dead, must not keep it from its successor. Among several live ones it is the oldest.
+/// Returns the holder of each node address. If two Node objects have an address, the live node holds it: leftovers of another
+/// node, which was deleted or is dead, must not keep it from its successor. Among several live nodes, the oldest one holds it.
 fn holders(
     objects: &[Arc<KubeNode>],
     snapshot: &mut Snapshot,
@@ -121,8 +121,8 @@ fn holders(
     holders
 }
 
-/// The smallest wins what several Node objects claim: whether the kubelet has been silent lately, and when the object was
-/// created.
+/// The rank of a Node object among those that claim an address, of which the smallest wins: whether
+/// the kubelet has been silent lately, and when the object was created.
 type Rank = (bool, Option<Timestamp>);
 
 fn rank(object: &KubeNode) -> Rank {

@@ -1,7 +1,7 @@
 //! From a plan to the desired objects and statuses.
 //!
-//! What exists already keeps its metadata and the times of its conditions, so that comparing a wanted object with the
-//! existing one tells whether anything has to be written.
+//! An existing object keeps its metadata and the times of its conditions, so that comparing a
+//! wanted object with the existing one tells whether a write is necessary.
 
 mod conditions;
 mod part;
@@ -49,8 +49,7 @@ pub struct Desired {
     pub external_ip_pools: BTreeMap<String, api::ExternalIPPoolStatus>,
 }
 
-/// The objects of a plan. `problems` are those that the snapshot was made with; `now` is the time of conditions that
-/// change.
+/// Returns the objects of a plan. `problems` are those with which the snapshot was made; `now` is the time of conditions that change.
 pub fn desired(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan, problems: &[Problem], now: &Time) -> Desired {
     let inputs = StatusInputs { snapshot, plan, problems, now };
     Desired {
@@ -60,7 +59,7 @@ pub fn desired(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan, problems:
     }
 }
 
-/// The statuses of all objects that users write.
+/// Returns the statuses of all objects that users write.
 fn statuses(objects: &ApiObjects, inputs: &StatusInputs<'_>) -> Desired {
     let mut desired = Desired::default();
     for object in &objects.policies {
@@ -100,7 +99,7 @@ fn statuses(objects: &ApiObjects, inputs: &StatusInputs<'_>) -> Desired {
     desired
 }
 
-/// The objects of these egress IPs, if the plan has them.
+/// Returns the objects of these egress IPs, if the plan has them.
 fn egress_ips<'a>(
     objects: &ApiObjects,
     inputs: &StatusInputs<'_>,
@@ -168,7 +167,7 @@ fn egress_ip_spec(address: IpAddr, ip: &EgressIpPlan) -> api::EgressIPSpec {
     }
 }
 
-/// One object for each node that exists, and for each that still holds blocks.
+/// Returns one object for each node that exists, and for each that still holds blocks.
 fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTreeMap<String, api::EgressNode> {
     let existing: BTreeMap<&str, &api::EgressNode> =
         objects.egress_nodes.iter().filter_map(|node| Some((node.metadata.name.as_deref()?, &**node))).collect();
@@ -181,7 +180,7 @@ fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTree
             spec.pod_networks = networks.iter().map(ToString::to_string).collect();
         }
     }
-    // They stay where they are, so that some object has them at any moment: one that is to go is deleted last.
+    // The networks stay where they are, so that some object has them at any moment: an object to be removed is deleted last.
     let has_them =
         |name: &&NodeName| existing.get(name.as_str()).is_some_and(|before| !before.spec.cluster_networks.is_empty());
     let keeper = specs.keys().copied().find(has_them).or_else(|| specs.keys().next().copied());
@@ -191,13 +190,13 @@ fn egress_nodes(objects: &ApiObjects, snapshot: &Snapshot, plan: &Plan) -> BTree
     objects_of(specs, &gateways(objects, plan), &existing)
 }
 
-/// The nodes that carry egress IPs by the plan, or by objects that do not say yet what it does.
+/// Returns the nodes that carry egress IPs according to the plan, or to objects that do not show the plan yet.
 fn gateways<'a>(objects: &'a ApiObjects, plan: &'a Plan) -> BTreeSet<&'a str> {
     let planned = plan.egress_ips.values().flat_map(EgressIpPlan::order).map(NodeName::as_str);
     planned.chain(objects.egress_ips.iter().flat_map(|ip| ip.carriers())).collect()
 }
 
-/// The objects of nodes. Every agent follows those of gateways, which it may have to send to, and those with networks of pods.
+/// Returns the objects of nodes. Every agent follows those of gateways, to which it may have to send, and those with networks of pods.
 fn objects_of(
     specs: BTreeMap<&NodeName, api::EgressNodeSpec>,
     gateways: &BTreeSet<&str>,
@@ -251,7 +250,7 @@ fn fill<'a>(
     }
 }
 
-/// The blocks of one egress IP by holder, consecutive ones of the same revision together.
+/// Returns the blocks of one egress IP by holder, with consecutive blocks of the same revision joined.
 fn ranges(blocks: &Blocks) -> BTreeMap<(&NodeName, BlockState), Vec<api::BlockRange>> {
     let mut ranges: BTreeMap<(&NodeName, BlockState), Vec<api::BlockRange>> = BTreeMap::new();
     for (number, lease) in blocks {

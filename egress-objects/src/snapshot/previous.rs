@@ -1,4 +1,4 @@
-//! The plan that the controller's own objects were made from.
+//! The plan from which the controller's own objects were made.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,11 +15,11 @@ use egress_core::{
     plan::{BlockLease, BlockState, Blocks, EgressIpPlan, OwnerReason, Plan},
 };
 
-/// Reads the plan back. What cannot be understood is left out, as if it had never been decided. Reasons and outcomes
-/// are not included: each plan makes them anew.
+/// Reads the plan back. Parts that cannot be understood are omitted, as if they had never been
+/// decided. Reasons and outcomes are not included: each plan computes them anew.
 ///
-/// The revision of leases is one more than any that an object mentions, so that no grant reuses a revision that some
-/// agent has already confirmed.
+/// The revision of leases is one more than the highest that an object mentions, so that no grant
+/// reuses a revision that some agent has already confirmed.
 pub fn previous(objects: &ApiObjects) -> Plan {
     let egress_ips = objects.egress_ips.iter().filter_map(|object| egress_ip(object)).collect();
     let mut plan = Plan { egress_ips, ..Plan::default() };
@@ -47,14 +47,14 @@ pub fn previous(objects: &ApiObjects) -> Plan {
     plan
 }
 
-/// Blocks of one node. Those of all nodes and addresses, one by one, may be a million.
+/// A range of blocks of one node. The single blocks of all nodes and addresses may be a million.
 struct LeasedRange<'a> {
     range: &'a api::BlockRange,
     node: NodeName,
     state: BlockState,
 }
 
-/// The newest lease of each block. A controller that died may have given a block to its new holder before it took it from the old.
+/// Returns the newest lease of each block. A controller that died may have leased a block anew before it removed the old lease.
 fn newest(ranges: &[LeasedRange<'_>]) -> Blocks {
     let blocks = |leased: &LeasedRange<'_>| {
         let lease = BlockLease { node: leased.node.clone(), revision: leased.range.revision, state: leased.state };
@@ -67,7 +67,7 @@ fn newest(ranges: &[LeasedRange<'_>]) -> Blocks {
     leases.into_iter().collect()
 }
 
-/// What an object says of its egress IP, except for the reason.
+/// Returns what an object says about its egress IP, except the reason.
 pub fn egress_ip(object: &api::EgressIP) -> Option<(IpAddr, EgressIpPlan)> {
     let address = object.spec.address.parse().ok()?;
     let status = object.status.clone().unwrap_or_default();
@@ -91,7 +91,7 @@ pub fn egress_ip(object: &api::EgressIP) -> Option<(IpAddr, EgressIpPlan)> {
     Some((address, plan))
 }
 
-/// How packets reach the address and leave with it.
+/// Returns how packets reach the address and leave with it.
 fn attachment(spec: &api::EgressIPSpec) -> NetworkAttachment {
     let subnet = |info: &api::SubnetInfo| {
         let (gateway, prefix_length) = (info.gateway.parse().ok()?, info.prefix_length.try_into().ok()?);
@@ -101,7 +101,7 @@ fn attachment(spec: &api::EgressIPSpec) -> NetworkAttachment {
     NetworkAttachment { subnet, announce: spec.announce.into(), outbound: spec.outbound.into() }
 }
 
-/// Since when an egress IP drains, if it does.
+/// Returns the time since when an egress IP drains, if it does.
 pub fn draining_since(object: &api::EgressIP) -> Option<Timestamp> {
     let mut conditions = object.status.iter().flat_map(|status| &status.conditions);
     let draining = conditions.find(|condition| condition.type_ == DRAINING && condition.status == "True")?;
@@ -120,7 +120,7 @@ fn assignments(object: &api::EgressNode, plan: &mut Plan) {
     }
 }
 
-/// The nodes that hold blocks of some egress IP.
+/// Returns the nodes that hold blocks of some egress IP.
 pub fn holders(blocks: &BTreeMap<IpAddr, egress_core::plan::Blocks>) -> BTreeSet<&NodeName> {
     let mut holders = BTreeSet::new();
     let mut last: Option<&NodeName> = None;

@@ -1,4 +1,4 @@
-//! Objects in, objects out, and the plan between them.
+//! Tests of the conversion from objects to a plan and back to objects.
 
 mod unreadable;
 
@@ -75,7 +75,7 @@ fn health() -> Health {
     Health { nodes: ["gw0", "gw1"].into_iter().map(|name| (name.into(), fresh)).collect() }
 }
 
-/// Plans, and writes what was planned into the objects. Returns the plan.
+/// Plans, and writes the plan into the objects. Returns the plan.
 fn round(objects: &mut ApiObjects, health: &Health, now: i64) -> Plan {
     let (snapshot, problems) = snapshot(objects);
     let plan = plan(&snapshot, health, &previous(objects));
@@ -206,7 +206,7 @@ fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
     report(&mut objects, "w0", 2);
     report(&mut objects, "w1", 1);
     round(&mut objects, &health(), 200);
-    // Until an agent has reported anything, nobody waits for it.
+    // Policies do not wait for an agent that has not reported anything.
     assert_eq!(state(&objects), "True AsExpected, True AsExpected");
 
     Arc::make_mut(&mut objects.policies[0]).metadata.generation = Some(3);
@@ -221,7 +221,7 @@ fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
     round(&mut objects, &health(), 500);
     assert_eq!(state(&objects), "True AsExpected, True AsExpected");
     assert_eq!(condition(&objects, "Programmed").2, time(500));
-    // A node that comes later holds its traffic until it has it.
+    // A node that appears later holds its traffic until it has the policy.
     report(&mut objects, "w1", 2);
     round(&mut objects, &health(), 600);
     assert_eq!(state(&objects), "True AsExpected, True AsExpected");
@@ -231,8 +231,8 @@ fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
 fn skew_an_agent_that_reports_no_policies_is_not_waited_for_and_fields_of_a_later_version_are_ignored() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
-    // As written by agents of the previous version, of a later one, and of one whose new fields an older definition of the kind has
-    // removed.
+    // As written by agents of the previous version, of a later version, and of one whose new fields
+    // an older definition of the kind has removed.
     for (node, status) in [
         ("w0", json!({"tunnelAddresses": ["10.0.0.1"], "ownLeaseRevision": 0, "carries": []})),
         (
@@ -442,7 +442,7 @@ fn claims_of_a_node_are_believed_only_where_nobody_else_has_what_it_claims() {
 fn stale_node_the_living_one_of_two_with_one_address_has_it() {
     let (old, new) = ("2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z");
     let said = || json!({"tunnelAddresses": ["10.0.0.1", "fd00::1"]});
-    // (the successor's name, readiness of the old one, which has the address)
+    // (the successor's name, readiness of the old node, name of the node that has the address)
     for (name, ready, has) in [("a", "Unknown", "a"), ("z", "Unknown", "z"), ("z", "False", "z"), ("a", "True", "m")] {
         let mut objects = ApiObjects::default();
         node_with(&mut objects, "m", 1, ready, old, said());

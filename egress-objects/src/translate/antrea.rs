@@ -20,8 +20,8 @@ pub const EGRESS: &str = "Egress";
 /// The kind of pools.
 pub const POOL: &str = "ExternalIPPool";
 
-/// The policy of an Egress, or everything that is wrong with it. `pools` determines the families of its addresses, and
-/// which of its pools an address is from. One that is in no known range is of a pool that is `unreadable`, if it names one.
+/// Returns the policy of an Egress, or everything that is wrong with it. `pools` determines the families of its addresses, and the
+/// pool of each address. An address that is in no known range belongs to a pool that is `unreadable`, if the Egress names one.
 pub fn egress(
     object: &api::Egress,
     pools: &BTreeMap<PoolId, Pool>,
@@ -49,12 +49,12 @@ pub fn egress(
     reader.finish(policy)
 }
 
-/// The pool of an ExternalIPPool, or everything that is wrong with it.
+/// Returns the pool of an ExternalIPPool, or everything that is wrong with it.
 pub fn pool(object: &api::ExternalIPPool) -> Result<Pool, Vec<Problem>> {
     sound(read_pool(object))
 }
 
-/// The pool of an ExternalIPPool as if nothing that is wrong with it were written, and everything that is wrong with it.
+/// Returns the pool of an ExternalIPPool without its invalid parts, and everything that is wrong with it.
 pub fn read_pool(object: &api::ExternalIPPool) -> (Pool, Vec<Problem>) {
     let mut reader = Reader::new(POOL, &object.metadata);
     let spec = &object.spec;
@@ -74,7 +74,7 @@ pub fn read_pool(object: &api::ExternalIPPool) -> (Pool, Vec<Problem>) {
     (pool, reader.problems)
 }
 
-/// Without any selector it selects no pod.
+/// Returns the selectors of an Egress, which selects no pod without any.
 fn selectors(reader: &mut Reader, applied_to: &api::AppliedTo) -> Vec<EndpointSelector> {
     let mut read = |selector: &Option<_>, part: &str| {
         selector.as_ref().map(|selector| reader.selector(selector, &format!("spec.appliedTo.{part}")))
@@ -147,8 +147,8 @@ fn list(
     one.into_iter().chain(several).collect()
 }
 
-/// All destinations, in the families of its addresses. A pool that is not known, or cannot be understood, may have both: while the Egress keeps
-/// an address of it, packets of that family must not leave with the node's.
+/// Returns all destinations, in the families of the addresses. A pool that is unknown, or cannot be understood, may
+/// have both: while the Egress keeps an address of it, packets of that family must not leave with the node's address.
 fn destinations(source: &Source, pools: &BTreeMap<PoolId, Pool>) -> Vec<IpNet> {
     let mut families: BTreeSet<Family> = BTreeSet::new();
     match source {

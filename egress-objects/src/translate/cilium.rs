@@ -1,7 +1,7 @@
 //! CiliumEgressGatewayPolicy to the model.
 //!
-//! What Cilium rejects without reporting it on the object is a problem here. Its labels for what surrounds a pod become
-//! conditions on the namespace.
+//! Policies that Cilium rejects without reporting it on the object are a problem here. Its labels
+//! for a pod's surroundings become conditions on the namespace.
 
 use super::policy::{ADDRESS, nets};
 use super::{NAMESPACE_NAME, Problem, Reader};
@@ -17,10 +17,10 @@ pub const KIND: &str = "CiliumEgressGatewayPolicy";
 const NAMESPACE: &str = "io.kubernetes.pod.namespace";
 /// Cilium's prefix for the labels of a pod's namespace.
 const NAMESPACE_LABELS: &str = "io.cilium.k8s.namespace.labels.";
-/// Cilium's prefix for what it knows of a pod besides labels: its service account, its cluster.
+/// Cilium's prefix for its knowledge of a pod other than labels: its service account, its cluster.
 const POLICY_LABELS: &str = "io.cilium.k8s.policy.";
 
-/// The policy of an object, or everything that is wrong with it.
+/// Returns the policy of an object, or everything that is wrong with it.
 pub fn policy(object: &api::CiliumEgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {
     let mut reader = Reader::new(KIND, &object.metadata);
     let (metadata, spec) = (&object.metadata, &object.spec);

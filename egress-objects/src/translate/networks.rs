@@ -30,7 +30,7 @@ pub struct CniObjects {
     pub subnets: Vec<Arc<kube_ovn::Subnet>>,
 }
 
-/// The networks that the objects name. What cannot be understood is left out.
+/// Returns the networks that the objects name. Networks that cannot be understood are omitted.
 pub fn networks(objects: &CniObjects) -> (CniNetworks, Vec<Problem>) {
     let (mut found, mut problems) = (CniNetworks::default(), Vec::new());
     let mut add = |reader: Reader, networks: Vec<IpNet>| {
@@ -80,8 +80,8 @@ fn texts(reader: &mut Reader, field: &str, texts: &[String]) -> Vec<IpNet> {
     some
 }
 
-/// A disabled pool is also used to name outside networks that Calico must not masquerade. Addresses of it that pods still have are
-/// known from the pods.
+/// Returns the network of a pool. A disabled pool is also used to name outside networks that Calico
+/// must not masquerade. Addresses that pods still have from such a pool are known from the pods.
 fn calico_pool(spec: &calico::IPPoolSpec, reader: &mut Reader) -> Vec<IpNet> {
     let is_of_pods = |uses: &String| matches!(uses.as_str(), "Workload" | "Tunnel");
     if spec.disabled || !spec.allowed_uses.is_empty() && !spec.allowed_uses.iter().any(is_of_pods) {
@@ -90,7 +90,7 @@ fn calico_pool(spec: &calico::IPPoolSpec, reader: &mut Reader) -> Vec<IpNet> {
     texts(reader, "spec.cidr", std::slice::from_ref(&spec.cidr))
 }
 
-/// Only the range, not its subnet, which may contain other machines.
+/// Returns only the range, not its subnet, which may contain other machines.
 fn antrea_range(range: &IPRange, reader: &mut Reader) -> Vec<IpNet> {
     let field = "spec.ipRanges";
     if let Some(cidr) = &range.cidr {
@@ -104,9 +104,9 @@ fn antrea_range(range: &IPRange, reader: &mut Reader) -> Vec<IpNet> {
     }
 }
 
-/// Only of the cluster's own virtual network, since others may use addresses that also exist elsewhere, and their pods do not send
-/// through the host. The one between nodes and pods (`join`) belongs to it. A subnet of a physical network contains other machines: for
-/// those, the addresses of the pods suffice.
+/// Returns networks of the cluster's own virtual network only: others may use addresses that also exist elsewhere,
+/// and their pods do not send through the host. The subnet between nodes and pods (`join`) belongs to the
+/// cluster's own. A subnet of a physical network contains other machines: for its pods, their addresses suffice.
 fn subnet(spec: &kube_ovn::SubnetSpec, reader: &mut Reader) -> Vec<IpNet> {
     if !matches!(spec.vpc.as_str(), "" | DEFAULT_VPC) || !spec.vlan.is_empty() {
         return Vec::new();

@@ -15,7 +15,7 @@ const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const ANTREA_ANNOTATION: &str = "node.antrea.io/max-egress-ips";
 const WRITTEN_BY_AGENT: &str = "the agent writes this: restart it with the version of the controller";
 
-/// The node of an object, with what its agent reports. What cannot be understood is left out.
+/// Returns the node of an object, with its agent's report. Parts that cannot be understood are omitted.
 pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, Vec<Problem>) {
     let mut reader = Reader::new("Node", &object.metadata);
     let labels = object.metadata.labels.clone().unwrap_or_default();
@@ -45,7 +45,7 @@ pub fn node(object: &KubeNode, egress_node: Option<&api::EgressNode>) -> (Node, 
     (node, reader.problems)
 }
 
-/// The networks of pods that the controller has written into a node's object. What cannot be understood is left out.
+/// Returns the networks of pods that the controller has written into a node's object. Networks that cannot be understood are omitted.
 pub fn pod_networks(object: &api::EgressNode) -> (Vec<IpNet>, Vec<Problem>) {
     let mut reader = Reader::new("EgressNode", &object.metadata);
     let remedy = "the controller writes this: restart it with the version of the agent";
@@ -55,7 +55,7 @@ pub fn pod_networks(object: &api::EgressNode) -> (Vec<IpNet>, Vec<Problem>) {
     (networks, reader.problems)
 }
 
-/// The networks of a ServiceCIDR. What cannot be understood is left out.
+/// Returns the networks of a ServiceCIDR. Networks that cannot be understood are omitted.
 pub fn service_cidr(object: &ServiceCIDR) -> (Vec<IpNet>, Vec<Problem>) {
     let mut reader = Reader::new("ServiceCIDR", &object.metadata);
     let texts = object.spec.iter().flat_map(|spec| spec.cidrs.iter().flatten());
@@ -78,13 +78,13 @@ fn limit(reader: &mut Reader, annotations: Option<&BTreeMap<String, String>>) ->
     None
 }
 
-/// Six bytes in hexadecimal, separated by colons.
+/// Parses six bytes in hexadecimal, separated by colons.
 fn mac(text: &str) -> Option<[u8; 6]> {
     let bytes: Option<Vec<u8>> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
     bytes?.try_into().ok()
 }
 
-/// What an agent reports; `None` before it has reported anything.
+/// Returns an agent's report; `None` before the agent has reported anything.
 pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let status = object.status.as_ref()?;
     let mut reader = Reader::new("EgressNode", &object.metadata);
@@ -114,7 +114,7 @@ pub fn report(object: &api::EgressNode) -> Option<(NodeReport, Vec<Problem>)> {
     let troubles = status.troubles.iter().filter_map(|t| {
         Some(Trouble {
             policy: reader.parse(&t.policy, "status.troubles", WRITTEN_BY_AGENT)?,
-            // A later version may have others.
+            // A later version may have other kinds.
             kind: TroubleKind::ALL.into_iter().find(|kind| kind.as_str() == t.reason)?,
             pod: t.pod.as_ref().and_then(|pod| reader.parse(pod, "status.troubles", WRITTEN_BY_AGENT)),
             message: t.message.clone(),

@@ -14,15 +14,15 @@ use egress_core::model::{
 
 /// The kind, as problems name it.
 pub const KIND: &str = "EgressGatewayPolicy";
-/// The kind of those that belong to a namespace.
+/// The kind of policies that belong to a namespace.
 pub const NAMESPACED: &str = "EgressPolicy";
 const CIDR: &str = "write a network such as 203.0.113.0/24 or 2001:db8::/32";
-/// The most addresses that a policy has of a pool.
+/// The largest number of addresses that a policy has of one pool.
 const MAX_COUNT: u32 = 1024;
-/// What to write for an address.
+/// The remedy for an invalid address.
 pub(super) const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
 
-/// The policy of an object of either kind: both have fields with these names. Selectors and source differ.
+/// Builds the policy of an object of either kind: both have fields with these names. Selectors and source differ.
 macro_rules! policy {
     ($reader:ident, $object:ident, $kind:expr, $selectors:expr, $source:expr) => {{
         let (metadata, spec) = (&$object.metadata, &$object.spec);
@@ -45,18 +45,18 @@ macro_rules! policy {
     }};
 }
 
-/// The policy of an object, or everything that is wrong with it.
+/// Returns the policy of an object, or everything that is wrong with it.
 pub fn policy(object: &api::EgressGatewayPolicy) -> Result<Policy, Vec<Problem>> {
     sound(read(object))
 }
 
-/// The policy of a namespaced object, or everything that is wrong with it.
+/// Returns the policy of a namespaced object, or everything that is wrong with it.
 pub fn namespaced(object: &api::EgressPolicy) -> Result<Policy, Vec<Problem>> {
     sound(read_namespaced(object))
 }
 
-/// The policy that is in force in place of one with these problems: it has no egress IP and drops, so that packets that it is meant for
-/// do not leave with a node's address. If one of its destinations is invalid, those are all packets of its pods.
+/// Returns the policy that is in force in place of one with these problems: it has no egress IP and drops packets, so that
+/// its packets do not leave with a node's address. If one of its destinations is invalid, it covers every destination.
 fn in_force(mut policy: Policy, problems: Vec<Problem>) -> (Policy, Vec<Problem>) {
     if !problems.is_empty() {
         (policy.source, policy.on_no_gateway) = (Source::Pools(Vec::new()), OnNoGateway::Drop);
@@ -67,7 +67,7 @@ fn in_force(mut policy: Policy, problems: Vec<Problem>) -> (Policy, Vec<Problem>
     (policy, problems)
 }
 
-/// The policy of an object that is in force, and everything that is wrong with it.
+/// Returns the policy that is in force for an object, and everything that is wrong with the object.
 pub fn read(object: &api::EgressGatewayPolicy) -> (Policy, Vec<Problem>) {
     let mut reader = Reader::new(KIND, &object.metadata);
     let spec = &object.spec;
@@ -75,7 +75,7 @@ pub fn read(object: &api::EgressGatewayPolicy) -> (Policy, Vec<Problem>) {
     in_force(policy, reader.problems)
 }
 
-/// The policy of a namespaced object that is in force, and everything that is wrong with it. It selects only pods of its own namespace.
+/// Returns the policy in force for a namespaced object, and everything that is wrong with it. It selects only pods of its own namespace.
 pub fn read_namespaced(object: &api::EgressPolicy) -> (Policy, Vec<Problem>) {
     let mut reader = Reader::new(NAMESPACED, &object.metadata);
     let spec = &object.spec;
@@ -99,7 +99,7 @@ pub fn read_namespaced(object: &api::EgressPolicy) -> (Policy, Vec<Problem>) {
     in_force(policy, reader.problems)
 }
 
-/// Conversions between enums whose variants have the same names.
+/// Defines conversions between enums whose variants have the same names.
 macro_rules! same {
     ($($from:ty => $to:ty: $($variant:ident)*;)*) => {$(
         impl From<$from> for $to {
@@ -150,7 +150,7 @@ fn selectors(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Vec<En
     selectors
 }
 
-/// The networks of a list; that of destinations must not be empty.
+/// Returns the networks of a list. The list of destinations must not be empty.
 pub(super) fn nets(reader: &mut Reader, texts: &[String], field: &str) -> Vec<IpNet> {
     if texts.is_empty() && field == "spec.destinationCIDRs" {
         reader.problem(
@@ -191,7 +191,7 @@ fn source(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Source {
     Source::Pools(pool_requests(reader, pools))
 }
 
-/// What a policy requests of each pool, with all its entries for a pool taken together.
+/// Returns a policy's request to each pool, with all its entries for a pool combined.
 fn pool_requests(reader: &mut Reader, pools: Vec<(String, &api::PoolRequest)>) -> Vec<PoolRequest> {
     let mut requests: BTreeMap<PoolId, PoolRequest> = BTreeMap::new();
     for (field, entry) in pools {
@@ -258,7 +258,7 @@ fn pool_request(reader: &mut Reader, field: &str, entry: &api::PoolRequest) -> P
     PoolRequest { pool: PoolId::new(PoolKind::Native, &entry.name), count: count.unwrap_or(1), ips }
 }
 
-/// The rate is in bits per second, the burst in bits; without one, it is what the rate lets pass in 100 ms.
+/// Reads a bandwidth: the rate in bits per second, the burst in bits; the default burst is what the rate lets pass in 100 ms.
 pub(super) fn bandwidth(reader: &mut Reader, limit: &api::Bandwidth) -> Option<Bandwidth> {
     let mut read = |text: &str, field: &str| {
         let value = quantity(text);

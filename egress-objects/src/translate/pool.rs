@@ -14,17 +14,17 @@ use egress_core::model::{
 /// The kind, as problems name it.
 pub const KIND: &str = "EgressIPPool";
 
-/// The pool of an object, or everything that is wrong with it.
+/// Returns the pool of an object, or everything that is wrong with it.
 pub fn pool(object: &api::EgressIPPool) -> Result<Pool, Vec<Problem>> {
     sound(read(object))
 }
 
-/// What is known of a pool that has these problems: `None` if one is in its nodeSelector.
+/// Returns what is known of a pool with these problems: `None` if one is in its nodeSelector.
 pub fn known(pool: Pool, problems: &[Problem]) -> Option<Pool> {
     (!problems.iter().any(|problem| problem.field.starts_with("spec.nodeSelector"))).then_some(pool)
 }
 
-/// The pool of an object as if nothing that is wrong with it were written, and everything that is wrong with it.
+/// Returns the pool of an object without its invalid parts, and everything that is wrong with it.
 pub fn read(object: &api::EgressIPPool) -> (Pool, Vec<Problem>) {
     let mut reader = Reader::new(KIND, &object.metadata);
     let spec = &object.spec;
@@ -60,11 +60,11 @@ pub fn read(object: &api::EgressIPPool) -> (Pool, Vec<Problem>) {
             api::FailbackMode::Preferred => Failback::Preferred { delay: delay(&mut reader, &spec.failback.delay) },
         },
         announce,
-        // Routers send incoming packets to any of those that have a route.
+        // Routers send incoming packets to any carrier that has a route.
         carriers: if anycast { MAX_CARRIERS } else { carriers.unwrap_or(DEFAULT_CARRIERS) },
         outbound: match spec.outbound {
             Some(api::Outbound::Owner) | None if !anycast => Outbound::Owner,
-            // The kind's rules refuse Owner with routes.
+            // The kind's rules refuse Owner with Route.
             _ => Outbound::Spread,
         },
         allowed: spec.allowed_namespaces.as_ref().map(|allowed| reader.selector(allowed, "spec.allowedNamespaces")),
@@ -102,7 +102,7 @@ fn quotas(reader: &mut Reader, written: &[api::Quota]) -> Vec<Quota> {
     quotas
 }
 
-/// The ranges of a pool, at least one.
+/// Returns the ranges of a pool, of which there must be at least one.
 pub(super) fn ranges(reader: &mut Reader, written: &[api::IPRange]) -> Vec<IpRange> {
     let mut ranges = Vec::new();
     for (at, range) in written.iter().enumerate() {
@@ -137,7 +137,7 @@ pub(super) fn ranges(reader: &mut Reader, written: &[api::IPRange]) -> Vec<IpRan
     ranges
 }
 
-/// The network of a pool.
+/// Returns the network of a pool.
 pub(super) fn subnet(reader: &mut Reader, info: &api::SubnetInfo) -> Option<SubnetInfo> {
     let gateway: std::net::IpAddr = reader.parse(
         &info.gateway,

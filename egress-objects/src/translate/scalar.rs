@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// A quantity above zero: `800M`, `2Gi`, `1.5G`, `3e9`, `1500000`. Fractions of a unit are rounded up, and larger values
-/// saturate at u64::MAX.
+/// Parses a quantity above zero: `800M`, `2Gi`, `1.5G`, `3e9`, `1500000`. Fractions of a unit are
+/// rounded up, and larger values saturate at u64::MAX.
 pub fn quantity(text: &str) -> Option<u64> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(end);
@@ -38,7 +38,7 @@ pub fn quantity(text: &str) -> Option<u64> {
     (value > 0).then(|| u64::try_from(value).unwrap_or(u64::MAX))
 }
 
-/// A whole number with its unit: `500ms`, `10s`, `5m`, `1h`.
+/// Parses a whole number with its unit: `500ms`, `10s`, `5m`, `1h`.
 pub fn duration(text: &str) -> Option<Duration> {
     let end = text.find(|c: char| !c.is_ascii_digit())?;
     let (number, unit) = text.split_at(end);

@@ -1,4 +1,4 @@
-//! What is read, and what is reported about what cannot be read.
+//! Tests of what is read, and of the problems that are reported.
 
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
-//! Questions that operators get, on Kubernetes: answered by the kubectl plugin, and by a Prometheus that scrapes agents as
-//! usual.
+//! Questions that operators get, on Kubernetes: answered by the kubectl plugin, and by a Prometheus that scrapes agents
+//! as usual.
 
 use std::process::Command;
 
@@ -13,7 +13,7 @@ use super::super::scenes::questions::{self, MOST, RULES};
 use super::scenes::{STREAMS_PER_POD, example};
 use super::{ECHO_PORT, STREAM_PORT, Show, server};
 
-/// `whois`, `diff`, and an alert.
+/// Shows `whois`, `diff`, and an alert.
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Who was it, what would change, and who notices",
@@ -65,7 +65,7 @@ fn alert(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// What a command of the plugin prints that ends with this code.
+/// Runs a plugin command that must end with the exit code `code`, and returns its output.
 fn plugin(show: &Show, words: &[&str], code: i32) -> Result<String> {
     let folder = show.cluster.kubectl_folder(&[("kubectl-spillway", &lab::process::binary("egressctl")?)])?;
     let output = Command::new(folder.join("kubectl")).arg("spillway").args(words).output()?;
@@ -75,7 +75,7 @@ fn plugin(show: &Show, words: &[&str], code: i32) -> Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// Shows a command of the plugin, and the beginning of what it prints.
+/// Shows a plugin command and the beginning of its output.
 fn print(show: &Show, words: &[&str], text: &str) {
     let shown = text.lines().take(MOST).collect::<Vec<_>>().join("\n");
     show.print(&[&["spillway"], words].concat(), &shown);

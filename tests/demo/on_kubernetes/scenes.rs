@@ -16,22 +16,22 @@ use super::super::table::Table;
 use super::{ECHO_PORT, PATIENCE, STREAM_PORT, Show, questions, server};
 use xtask::workspace;
 
-/// Pods `app: web`, and long-lived connections of each.
+/// The number of pods `app: web`, and of long-lived connections of each.
 const PODS: usize = 3;
 pub const STREAMS_PER_POD: usize = 30;
-/// A policy that a person applies is in force by then.
+/// The time within which an applied policy must be in force.
 const IN_FORCE: Duration = Duration::from_secs(10);
-/// The next carrier answers, and TCP, which backs off, has retransmitted.
+/// The next carrier answers within this time, and TCP, which backs off, has retransmitted.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3);
-/// A node's processes have started again, and the pool's failback delay has passed.
+/// Within this time, a node's processes have started again, and the pool's failback delay has passed.
 const RETURNED: Duration = Duration::from_secs(60);
-/// How long the API server is away.
+/// The time for which the API server is unavailable.
 const AWAY: Duration = Duration::from_secs(10);
-/// The lease of the leading controller, and what the next one takes to start.
+/// The lease of the leading controller, and the start of the next one.
 const LED: Duration = Duration::from_secs(20);
 const COLUMNS: &str = "egressips";
 
-/// All scenes, or those of `--quick`.
+/// Plays all scenes, or those of `--quick`.
 pub fn play(show: &mut Show, quick: bool) -> Result<()> {
     apply(show)?;
     even(show)?;
@@ -54,7 +54,7 @@ pub fn play(show: &mut Show, quick: bool) -> Result<()> {
     Ok(())
 }
 
-/// The path of `manifests/examples/NAME.yaml`.
+/// Returns the path of `manifests/examples/NAME.yaml`.
 pub fn example(name: &str) -> String {
     workspace::root().join("manifests/examples").join(format!("{name}.yaml")).display().to_string()
 }
@@ -112,7 +112,7 @@ fn apply(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// The sources of new connections of a pod `app: web`, as the server sees them.
+/// Opens connections from a pod `app: web`. Returns their sources, as the server sees them.
 fn sources(show: &Show, pod: usize, count: usize) -> Result<BTreeSet<IpAddr>> {
     let options = TcpOptions { connect_timeout: Duration::from_secs(2), ..TcpOptions::once() };
     let clients = TcpClients::establish(&show.web[pod].ns, server(ECHO_PORT)?, count, options)?;
@@ -209,7 +209,7 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
     streams.reset_pauses();
     let died = Instant::now();
     show.cluster.kill_node(&victim)?;
-    // This machine keeps the programs of a node that is killed: a real dead node loses them.
+    // On this machine, the eBPF programs of a killed node stay loaded, unlike those of a real dead node: its network is cut, too.
     show.cluster.partition(&victim, true)?;
     let after = show.wait_carriers("web", &format!("the egress IPs of {victim} move"), |all| {
         all.values().all(|node| *node != victim && node != "-")
@@ -268,7 +268,7 @@ fn gateway_returns(show: &mut Show) -> Result<()> {
     let node = show.cluster.nodes().iter().find(|node| node.name == victim).context("no such node")?;
     show.cluster.start_node(node)?;
     show.cluster.load_image(&xtask::image::for_tests()?)?;
-    // Egress IPs that do not return are the claim's to judge.
+    // The claim judges egress IPs that do not return.
     show.wait_carriers("web", &format!("the egress IPs of {victim} return"), |all| *all == home).ok();
     let returned = back.elapsed();
     let after = show.carriers("web")?;
@@ -332,7 +332,7 @@ fn nobody_leads(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// The claim that connections continued, and new ones were made.
+/// Claims that connections continued and new ones were made.
 fn lossless(show: &mut Show, name: &str, all: &[super::super::streams::Stream], flows: &[Flow]) {
     let pause = longest_pause(all, |_| true);
     let (opened, waited, failed) = counts(flows);
@@ -350,7 +350,7 @@ fn lossless(show: &mut Show, name: &str, all: &[super::super::streams::Stream], 
     );
 }
 
-/// New connections from two of the pods.
+/// Starts opening connections from two of the pods.
 fn start_trickles(show: &Show) -> Result<Vec<Trickle>> {
     show.web.iter().take(2).map(|pod| Trickle::start(&pod.ns, server(ECHO_PORT)?)).collect()
 }

@@ -13,15 +13,15 @@ use super::super::sightings::{Sightings, Watch};
 use super::super::table::Table;
 use super::{LEDGER, PATIENCE, WEB, addresses, seconds};
 
-/// Changes of files are followed within a second.
+/// Changes of files take effect within a second.
 const FOLLOWED: Duration = Duration::from_secs(1);
-/// Addresses that were never used need a gateway and ports first.
+/// Unused addresses need a gateway and ports first.
 const PREPARED: Duration = Duration::from_secs(4);
-/// Connections of each family before a change, and after it is in force.
+/// The number of connections of each family before a change, and after it is in force.
 const BEFORE: usize = 50;
 const AFTER: usize = 100;
 
-/// A pod's label is changed, then a policy's CIDRs.
+/// Changes a pod's label, then a policy's CIDRs.
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Policies change under load",
@@ -65,19 +65,19 @@ pub fn show(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// What was seen of one change.
+/// The observations of one change.
 struct Change {
     flows: Vec<Flow>,
     changed: Instant,
     old: Vec<IpAddr>,
     new: Vec<IpAddr>,
     seen: Sightings,
-    /// When the change must be in force.
+    /// The time within which the change must be in force.
     limit: Duration,
 }
 
 impl Change {
-    /// How long after the change the last connection was started that followed the old rules.
+    /// Returns the time from the change to the start of the last connection that followed the old rules.
     fn in_force_after(&self) -> Duration {
         last_with(&self.flows, self.changed, &self.old).unwrap_or_default()
     }
@@ -86,7 +86,7 @@ impl Change {
         if self.after().next().is_none() { "never".to_owned() } else { seconds(self.in_force_after()) }
     }
 
-    /// The connections that were started when the new rules were in force.
+    /// Returns the connections that were started after the new rules were in force.
     fn after(&self) -> impl Iterator<Item = &Flow> {
         let from = self.changed + self.in_force_after();
         self.flows.iter().filter(move |flow| flow.started > from)
@@ -100,7 +100,7 @@ impl Change {
             })
     }
 
-    /// The sources of a family before the change and when it was in force.
+    /// Returns the sources of a family before the change and after it was in force.
     fn sources(&self, family: Family) -> (String, String) {
         let list = |flows: &mut dyn Iterator<Item = &Flow>| {
             let sources: BTreeSet<IpAddr> = flows.filter_map(|flow| flow.source).collect();
@@ -111,20 +111,20 @@ impl Change {
     }
 }
 
-/// The pod moves from one policy to another.
+/// Moves a pod from one policy to another.
 fn relabel(show: &mut Show) -> Result<Change> {
     let (old, new) = (addresses(show, LEDGER)?, addresses(show, WEB)?);
     let server = show.server().clone();
     let watch = Watch::start(&server)?;
     let (flows, changed) =
         around(show, "ledger-6", &server, WEB, |show| show.lab.relabel_pod("ledger-6", &[("app", WEB)]))?;
-    // Other pods' long-lived connections are seen too; their addresses are among the new ones.
+    // The capture includes other pods' long-lived connections, whose addresses are among the new ones.
     let seen = watch.finish(&[&old[..], &new].concat())?;
     show.sightings.add(&seen);
     Ok(Change { flows, changed, old, new, seen, limit: FOLLOWED })
 }
 
-/// A destination gets a policy of its own.
+/// Gives a destination a policy of its own.
 fn except(show: &mut Show) -> Result<Change> {
     let old = addresses(show, WEB)?;
     let (near, far) = (show.server().clone(), show.lab.server("far1").clone());
@@ -145,8 +145,8 @@ fn except(show: &mut Show) -> Result<Change> {
     Ok(Change { flows, changed, old, new, seen, limit: PREPARED })
 }
 
-/// Opens connections in both families from a pod to a server before `change` and until the addresses of `policy` are
-/// used, and returns them with the moment of the change.
+/// Opens connections in both families from a pod to a server from before `change` until the addresses of `policy` are
+/// used. Returns the connections and the time of the change.
 fn around(
     show: &mut Show,
     pod: &str,
@@ -169,7 +169,7 @@ fn around(
     let already = with_new(show)?;
     let changed = Instant::now();
     change(show)?;
-    // Connections that do not open are the claims' to judge.
+    // The claims judge connections that do not open.
     wait_for("connections after the change", PATIENCE, || {
         Ok(with_new(show)?.iter().zip(already).all(|(now, before)| *now >= before + AFTER))
     })

@@ -1,4 +1,4 @@
-//! The controller dies, and nothing that works stops.
+//! The controller dies, and everything else keeps working.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,12 +14,12 @@ use super::super::streams::{intact, longest_pause};
 use super::{PATIENCE, seconds};
 use crate::table::Table;
 
-/// Longer than the leases that the gateways hold (15 s) and the deadlines that follow from them.
+/// The time without a controller: longer than the gateways' leases (15 s) and the deadlines that follow from them.
 const WITHOUT: Duration = Duration::from_secs(17);
-/// A pause that nobody notices.
+/// The longest pause that goes unnoticed.
 const UNNOTICED: Duration = Duration::from_secs(1);
 
-/// The only controller is killed; later another one starts.
+/// Kills the only controller, and later starts another one.
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "The controller dies",
@@ -33,7 +33,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     show.streams()?.reset_pauses();
     let trickles = super::gateway::start_trickles(show)?;
     show.lab.controller(CONTROLLER).kill()?;
-    // A hundred connections a second from each pod.
+    // Each pod opens a hundred connections per second.
     let wanted = WITHOUT.as_secs() as usize * 90;
     show.screen.wait("run without a controller", || {
         wait_for("new connections", PATIENCE, || Ok(trickles.iter().all(|trickle| trickle.opened() >= wanted))).ok();
@@ -83,12 +83,12 @@ pub fn show(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// How many times each egress IP has moved so far.
+/// Returns the number of times that each egress IP has moved so far.
 fn epochs(show: &Show) -> Result<BTreeMap<IpAddr, u64>> {
     Ok(show.lab.manifests().egress_ips()?.into_iter().map(|one| (one.address, one.epoch)).collect())
 }
 
-/// The line of a lease that names its holder.
+/// Returns the line of a lease that names its holder.
 fn holder(lease: Option<String>) -> Option<String> {
     lease?.lines().find(|line| line.trim_start().starts_with("holderIdentity")).map(str::to_owned)
 }

@@ -12,10 +12,10 @@ use super::super::sightings::Watch;
 use super::super::table::Table;
 use super::{LEDGER, PATIENCE, addresses};
 
-/// Connections of each pod and family.
+/// The number of connections of each pod and family.
 const FLOWS: usize = 20;
 
-/// The pods `ledger-..` open some connections each.
+/// Opens some connections from each pod `ledger-..`.
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "One egress IP for each pod",
@@ -63,7 +63,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// The addresses with which connections of a pod reach the server.
+/// Returns the source addresses of a pod's connections at the server.
 fn sources(show: &Show, pod: &str, family: Family) -> Result<BTreeSet<IpAddr>> {
     let target = show.server().ips.at(family, ECHO_PORT);
     let clients = TcpClients::establish(&show.lab.pod(pod).ns, target, FLOWS, TcpOptions::once())?;
@@ -72,7 +72,7 @@ fn sources(show: &Show, pod: &str, family: Family) -> Result<BTreeSet<IpAddr>> {
     Ok(all.iter().filter_map(|one| sources.get(&one.id)).map(|source| source.ip()).collect())
 }
 
-/// How many pods have each address, by address.
+/// Returns the number of pods with each address, in the order of addresses.
 fn pods_per_address<'a>(addresses: &[IpAddr], seen: impl Iterator<Item = &'a BTreeSet<IpAddr>>) -> Vec<usize> {
     let mut counts: BTreeMap<IpAddr, usize> = addresses.iter().map(|address| (*address, 0)).collect();
     for address in seen.flatten() {

@@ -1,4 +1,4 @@
-//! A gateway dies, and comes back, while connections stream and new ones are opened.
+//! A gateway dies and returns while connections stream and new ones are opened.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -15,25 +15,25 @@ use super::super::streams::{Stream, intact, longest_pause};
 use super::super::table::Table;
 use super::{WEB, carriers, seconds, wait_carriers};
 
-/// Long-lived connections of each of four pods.
+/// The number of long-lived connections of each of four pods.
 pub const STREAMS_PER_POD: usize = 25;
-/// Three probes of 100 ms, what TCP's timer has backed off to by then, and what a busy machine takes.
+/// Three probes of 100 ms, the delay to which TCP's timer has backed off by then, and the delays of a busy machine.
 pub const LONGEST_PAUSE: Duration = Duration::from_secs(2);
-/// Three probes of 100 ms, and what a busy machine takes.
+/// Three probes of 100 ms, and the delays of a busy machine.
 pub const DIVERTED: Duration = Duration::from_secs(1);
-/// Of this many connections that are opened after that and until its egress IPs move, one may need a retransmission.
+/// One in this many connections opened after that, and before the egress IPs move, may need a retransmission.
 pub const RARE: usize = 20;
-/// The lease and the controller's round.
+/// The lease, and the controller's planning round.
 const MOVED: Duration = Duration::from_secs(20);
-/// How long connections may pause when a live gateway hands over.
+/// The longest permitted pause of connections when a live gateway hands over.
 pub const HANDED_OVER: Duration = Duration::from_secs(2);
-/// A pause that nobody notices.
+/// The longest pause that goes unnoticed.
 const UNNOTICED: Duration = Duration::from_secs(1);
-/// As in manifests/examples/pools.yaml.
+/// The delay in manifests/examples/pools.yaml.
 pub const FAILBACK_DELAY: Duration = Duration::from_secs(3);
 const RETURNED: Duration = Duration::from_secs(12);
 
-/// A gateway's power fails.
+/// Lets the power of a gateway fail.
 pub fn dies(show: &mut Show) -> Result<()> {
     let total = 4 * STREAMS_PER_POD;
     let before = carriers(show, WEB)?;
@@ -99,7 +99,7 @@ pub fn dies(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// Its power is back.
+/// Restores the power of the gateway.
 pub fn returns(show: &mut Show) -> Result<()> {
     let before = carriers(show, WEB)?;
     let victim = show.lab.gateways().map(|node| node.name.clone()).find(|node| before.values().all(|one| one != node));
@@ -120,7 +120,7 @@ pub fn returns(show: &mut Show) -> Result<()> {
     show.lab.revive_node(&victim)?;
     show.lab.start_agent(&victim, &show.agents.clone())?;
     let home = show.home.clone();
-    // Egress IPs that do not return are the claim's to judge.
+    // The claim judges egress IPs that do not return.
     wait_carriers(show, WEB, &format!("the egress IPs of {victim} return"), |all| *all == home).ok();
     let returned = back.elapsed();
     let after = carriers(show, WEB)?;
@@ -155,7 +155,7 @@ pub fn returns(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// The claim that new connections avoid a gateway that died, until its egress IPs had moved.
+/// Returns the claim that new connections avoid a dead gateway until its egress IPs have moved.
 pub fn avoided(flows: &[Flow], died: Instant, moved: Duration) -> Claim {
     let (_, waited, failed) = counts(flows);
     let within = |from: Instant, to: Instant| -> Vec<Flow> {
@@ -177,7 +177,7 @@ pub fn avoided(flows: &[Flow], died: Instant, moved: Duration) -> Claim {
     }
 }
 
-/// The claim that the egress IPs of a dead gateway moved to others.
+/// Returns the claim that the egress IPs of a dead gateway moved to others.
 pub fn moved_on(moved: Duration, before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> Claim {
     Claim {
         name: "the controller plans without the dead gateway".to_owned(),
@@ -187,7 +187,7 @@ pub fn moved_on(moved: Duration, before: &BTreeMap<IpAddr, String>, after: &BTre
     }
 }
 
-/// New connections from a pod of each worker, one in each family.
+/// Starts opening connections from a pod of each worker, one in each family.
 pub fn start_trickles(show: &Show) -> Result<Vec<Trickle>> {
     let pods = [("web-2", Family::V4), ("web-3", Family::V6)];
     let start = |(pod, family): &(&str, Family)| {
@@ -203,7 +203,7 @@ pub fn finish_trickles(show: &Show, mut trickles: Vec<Trickle>) -> Result<Vec<Fl
     Ok(flows.into_iter().flatten().collect())
 }
 
-/// The connections of each egress IP, with its gateways before and after.
+/// Returns a table of the connections of each egress IP, with its gateways before and after.
 pub fn streams_table(streams: &[Stream], before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> Table {
     let mut table = Table::new(&["egress IP", "carried by", ">connections", ">alive", ">longest pause"]);
     for (ip, old) in before {
@@ -218,7 +218,7 @@ pub fn streams_table(streams: &[Stream], before: &BTreeMap<IpAddr, String>, afte
     table
 }
 
-/// `192.0.2.11 to gw3, ...`
+/// Lists moved egress IPs, such as `192.0.2.11 to gw3, ...`
 pub fn moves(before: &BTreeMap<IpAddr, String>, after: &BTreeMap<IpAddr, String>) -> String {
     let moved = after.iter().filter(|(ip, node)| before.get(ip) != Some(node));
     moved.map(|(ip, node)| format!("{ip} to {node}")).collect::<Vec<_>>().join(", ")

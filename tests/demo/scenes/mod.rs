@@ -1,4 +1,4 @@
-//! The scenes of the demo, in the order in which they are shown. Each says what happens, lets it happen, and claims what
+//! The scenes of the demo, in the order in which they are shown. Each announces an event, causes it, and claims what
 //! must have been seen.
 
 mod change;
@@ -20,9 +20,9 @@ use super::cluster::Show;
 /// A scene.
 pub type Scene = fn(&mut Show) -> Result<()>;
 
-/// What `--quick` shows.
+/// The scenes of `--quick`.
 pub const QUICK: [Scene; 3] = [spread::show, endpoints::show, gateway::dies];
-/// What comes after it otherwise.
+/// The scenes that follow otherwise.
 pub const REST: [Scene; 4] = [gateway::returns, change::show, controller::show, questions::show];
 
 /// The policy of the pods `web-..`.
@@ -31,12 +31,12 @@ const WEB: &str = "web";
 const LEDGER: &str = "ledger";
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Seconds for people.
+/// Formats a time in seconds for human readers.
 pub fn seconds(time: Duration) -> String {
     format!("{:.2} s", time.as_secs_f64())
 }
 
-/// The gateway of each egress IP of a policy now; `-` where there is none.
+/// Returns the current gateway of each egress IP of a policy, or `-` if it has none.
 fn carriers(show: &Show, policy: &str) -> Result<BTreeMap<IpAddr, String>> {
     let ips = show.lab.manifests().egress_ips()?.into_iter();
     let ips = ips.filter(|one| one.policies.iter().any(|user| user == policy));
@@ -53,7 +53,7 @@ fn wait_carriers(
     show.screen.wait(what, || wait_until(what, PATIENCE, || carriers(show, policy), |all| !all.is_empty() && good(all)))
 }
 
-/// The addresses of a policy.
+/// Returns the addresses of a policy.
 fn addresses(show: &Show, policy: &str) -> Result<Vec<IpAddr>> {
     carriers(show, policy).map(|all| all.into_keys().collect()).context("the egress IPs")
 }

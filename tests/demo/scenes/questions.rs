@@ -1,4 +1,4 @@
-//! Questions that operators get: who was this, what would this change, and is it noticed when something is wrong.
+//! Questions that operators get: who was this, what would this change, and does a fault raise an alert.
 
 use std::process::Command;
 use std::time::Instant;
@@ -24,7 +24,7 @@ const NODE: &str = "worker2";
 /// The alert that fires.
 const ALERT: &str = "SpillwayStoreDisconnected";
 
-/// `whois`, `diff`, and an alert.
+/// Shows `whois`, `diff`, and an alert.
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Who was it, what would change, and who notices",
@@ -94,7 +94,7 @@ fn who_notices(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// A node's agent loses the objects and gets them back: whether the alert about it fires and resolves.
+/// Cuts a node's agent off from the objects and reconnects it. Returns whether the alert fires and resolves.
 pub fn alert(
     screen: &Screen,
     prometheus: &Prometheus,
@@ -133,5 +133,5 @@ fn print(show: &Show, words: &[&str], answer: &str) {
     show.screen.lines(&lines);
 }
 
-/// How many lines of an answer are shown.
+/// The number of lines of an answer that are shown.
 pub const MOST: usize = 14;

@@ -1,4 +1,4 @@
-//! How new connections spread over a policy's egress IPs, as the server sees it.
+//! The spread of new connections over a policy's egress IPs, as the server sees it.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -13,12 +13,12 @@ use super::super::sightings::Watch;
 use super::super::table::{Table, bar, percent};
 use super::{PATIENCE, WEB, carriers};
 
-/// Connections of each table.
+/// The number of connections in each table.
 pub const FLOWS: usize = 600;
-/// How far, in percentage points, a share may be from its weight's: chance exceeds this once in ten thousand runs.
+/// The largest permitted deviation from a weight's share in percentage points: chance exceeds it once in ten thousand runs.
 const TOLERANCE: f64 = 8.0;
 
-/// Flows of the pods `web-..` over the addresses of their pool, then those of `mail-1` by weight.
+/// Shows the flows of the pods `web-..` over the addresses of their pool, then those of `mail-1` by weight.
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "Connections spread over three gateways",
@@ -56,7 +56,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-/// Opens the connections from the pods in equal parts, and counts them by their source at the server.
+/// Opens connections from the pods in equal parts, and counts them by their source at the server.
 fn open(show: &Show, pods: &[&str], family: Family) -> Result<BTreeMap<IpAddr, usize>> {
     let target = show.server().ips.at(family, ECHO_PORT);
     let each = FLOWS / pods.len();
@@ -71,13 +71,13 @@ fn open(show: &Show, pods: &[&str], family: Family) -> Result<BTreeMap<IpAddr, u
     Ok(lab::traffic::tally(sources))
 }
 
-/// The sources of connections at a server.
+/// Returns the sources of connections at a server.
 pub fn sources_of(server: &TcpServer, ids: &[u64]) -> Vec<IpAddr> {
     let sources = server.source_of_flow();
     ids.iter().filter_map(|id| sources.get(id)).map(|source| source.ip()).collect()
 }
 
-/// The connections of each source address, which should be those of `weights`.
+/// Returns a table of the connections by source address, which should be the addresses of `weights`.
 pub fn table(
     sources: &BTreeMap<IpAddr, usize>,
     weights: &BTreeMap<IpAddr, f64>,
@@ -104,7 +104,7 @@ fn claim_shares(show: &mut Show, name: &str, sources: &BTreeMap<IpAddr, usize>, 
     show.add(fair(name, sources, weights));
 }
 
-/// The claim that [`FLOWS`] connections have these sources as the weights say.
+/// Returns the claim that [`FLOWS`] connections are distributed over the sources by weight.
 pub fn fair(name: &str, sources: &BTreeMap<IpAddr, usize>, weights: &BTreeMap<IpAddr, f64>) -> Claim {
     let (shares, wanted) = shares(sources, weights);
     let list = |all: &[f64]| all.iter().map(|share| format!("{share:.0}")).collect::<Vec<_>>().join(" / ");
@@ -116,7 +116,7 @@ pub fn fair(name: &str, sources: &BTreeMap<IpAddr, usize>, weights: &BTreeMap<Ip
     }
 }
 
-/// The share of each egress IP in percent, and what its weight asks for.
+/// Returns the actual share of each egress IP in percent, and the share for its weight.
 fn shares(sources: &BTreeMap<IpAddr, usize>, weights: &BTreeMap<IpAddr, f64>) -> (Vec<f64>, Vec<f64>) {
     let total = sources.values().sum::<usize>().max(1) as f64;
     let weight = weights.values().sum::<f64>();
@@ -124,7 +124,7 @@ fn shares(sources: &BTreeMap<IpAddr, usize>, weights: &BTreeMap<IpAddr, f64>) ->
     (weights.keys().map(share).collect(), weights.values().map(|one| one * 100.0 / weight).collect())
 }
 
-/// Whether all connections are there, none with another source, and the shares are as the weights say.
+/// Returns whether all connections arrived, none with another source, and the shares match the weights.
 fn is_fair(sources: &BTreeMap<IpAddr, usize>, weights: &BTreeMap<IpAddr, f64>) -> bool {
     let (shares, wanted) = shares(sources, weights);
     sources.values().sum::<usize>() == FLOWS

@@ -16,7 +16,7 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] =
     &[("export::whois_answers_from_a_bucket_for_a_pod_and_agents_that_are_gone", whois_answers_from_a_bucket)];
 
-/// Where the store listens, in the nodes' network.
+/// The store's address in the nodes' network.
 const STORE: &str = "10.77.0.1:7070";
 const BUCKET: &str = "egress-logs";
 
@@ -39,7 +39,7 @@ impl Store {
         Ok(Store { child, dir })
     }
 
-    /// Whether the bucket has a segment of a node's log.
+    /// Returns whether the bucket has a segment of a node's log.
     fn has(&self, node: &str, log: &str) -> bool {
         let files = fs::read_dir(self.dir.join(BUCKET).join("spillway").join(node).join(log));
         let is_segment = |path: &Path| fs::read(path).is_ok_and(|content| content.starts_with(b"PAR1"));
@@ -53,7 +53,7 @@ impl Drop for Store {
     }
 }
 
-/// Gives all agents these settings, and replaces them.
+/// Gives all agents these settings and replaces the agents.
 fn configure(world: &InstalledCluster, settings: &str) -> Result<()> {
     let patch = json!({"data": {"config.yaml": settings}}).to_string();
     world.cluster.kubectl(&["patch", "-n", "spillway", "configmap/spillway-config", "-p", &patch])?;
@@ -71,7 +71,7 @@ fn whois_answers_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     world.cluster.apply(&secret.to_string())?;
     let result = told_from_a_bucket(world);
     world.cluster.kubectl(&["delete", "-n", "spillway", "secret/spillway-export"])?;
-    // As the tests after this one expect.
+    // The later tests expect the usual settings.
     world.cluster.kubectl(&["delete", "-n", "spillway", "configmap/spillway-config"])?;
     world.cluster.install(&world.manifests)?;
     world.roll_out("daemonset/spillway-agent")?;
@@ -92,7 +92,7 @@ fn told_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     let flows =
         wait_until("the server sees the flow", PATIENCE, || Ok(server.source_of_flow()), |all| !all.is_empty())?;
     let seen = flows.values().next().context("no flow")?;
-    // The name of a pod that is removed within the second is no longer known when its flow is logged.
+    // If a pod is removed within the same second, its name is no longer known when its flow is logged.
     let written = format!("grep -q ',{},' /var/lib/spillway/*/flows/*.journal", seen.port());
     wait_for("the flow is logged", PATIENCE, || {
         Ok(world.cluster.on_node(&pod.node)?.args(["sh", "-c", &written]).status()?.success())
@@ -103,7 +103,7 @@ fn told_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     drop(client);
     world.cluster.kubectl(&["delete", "deployment", "web", "--wait=true", "--cascade=foreground"])?;
 
-    // The store is unreachable while segments are finished: they wait for it.
+    // Segments are finished while the store is unreachable, so they wait for it.
     world.roll_out("daemonset/spillway-agent")?;
     let store = Store::start(world)?;
     wait_for("the bucket has the logs of the pod's node and of the gateway", PATIENCE, || {
@@ -117,7 +117,7 @@ fn told_from_a_bucket(world: &InstalledCluster) -> Result<()> {
         serde_json::from_slice(&output.stdout)
             .with_context(|| format!("whois: {}", String::from_utf8_lossy(&output.stderr)))
     };
-    // Older segments of the gateway may arrive before the one of that time.
+    // Older segments of the gateway may arrive before the one for that time.
     let leased = |answer: &Value| answer["nodes"][0]["node"] == pod.node.as_str();
     let answer = wait_until("the bucket names the node", PATIENCE, ask, leased)?;
     ensure!(answer["recorded"][0]["pod"] == format!("default/{}", pod.name), "{answer}");

@@ -13,8 +13,8 @@ use lab::{Capture, Trace, stays, wait_for, wait_until};
 use crate::Test;
 use crate::world::{InstalledCluster, PATIENCE, egress};
 
-/// Those in which a lease lapses come first: after a silence of the API server, gateways have one more lease duration to
-/// renew theirs.
+/// Tests in which a lease lapses come first: after a silence of the API server, gateways have one more lease duration
+/// to renew their leases.
 pub const TESTS: &[Test] = &[
     ("failures::a_gateway_is_frozen_and_thaws", a_gateway_is_frozen),
     ("failures::a_gateway_is_cut_off_and_comes_back", a_gateway_is_cut_off),
@@ -29,19 +29,19 @@ const COUNT: usize = 3;
 const WORKER: &str = "worker1";
 /// Connections of each pod.
 const EACH: usize = 20;
-/// New flows avoid a gateway from then on.
+/// The time after which new flows avoid a failed gateway.
 const RECOVERY: Duration = Duration::from_secs(1);
-/// By then the controller has assigned egress IPs to other owners: a lease of 15 s has lapsed.
+/// The time after which the controller has assigned egress IPs to other owners: a lease of 15 s has lapsed.
 const OWNERS: Duration = Duration::from_secs(25);
-/// How often the outside asks who has an egress IP, and the longest time without an answer once another gateway answers.
+/// The interval at which the outside asks for an egress IP; the longest time without an answer once another gateway answers.
 const ASK_EVERY: Duration = Duration::from_millis(50);
 const UNANSWERED: Duration = Duration::from_secs(1);
-/// A gateway that answers alone for this long has it. Two may answer while it changes hands: each learns of it
-/// independently.
+/// A gateway that answers alone for this long owns the egress IP. During a change of owner two may answer, because each
+/// learns of the change independently.
 const SETTLED: Duration = Duration::from_millis(700);
 const CONTESTED: Duration = Duration::from_millis(500);
 
-/// Pods, a policy in force, lasting connections, and captures of what passes outside.
+/// Pods, a policy in force, long-lived connections, and captures of the packets outside.
 struct Load {
     pods: Vec<ClusterPod>,
     target: SocketAddr,
@@ -61,7 +61,7 @@ impl Load {
         for pod in &pods {
             world.wait_sources(pod, 0, &egress(HOSTS))?;
         }
-        // Every gateway has one: owners settle before the failures begin.
+        // Every gateway owns one: owners settle before the failures begin.
         let spread = |owners: &BTreeMap<IpAddr, (String, u64)>| {
             owners.len() == COUNT && owners.values().map(|(node, _)| node).collect::<BTreeSet<_>>().len() == COUNT
         };
@@ -85,7 +85,7 @@ impl Load {
         Ok(load)
     }
 
-    /// Waits until the first one that answered for an address does so alone.
+    /// Waits until the gateway that answered first for an address is the only one to answer.
     fn answered(&self, address: IpAddr) -> Result<()> {
         wait_for(&format!("one gateway answers for {address}"), PATIENCE, || {
             let all = terms(&self.captures[0].so_far(), address);
@@ -94,7 +94,7 @@ impl Load {
         })
     }
 
-    /// An egress IP that carries connections, and its gateway.
+    /// Returns an egress IP that carries connections, and its owner.
     fn busy(&self) -> Result<(IpAddr, String)> {
         let used: BTreeSet<IpAddr> = self.server.connections().iter().map(|one| one.peer.ip()).collect();
         let found = self.owners.iter().find(|(address, _)| used.contains(address)).context("no connection")?;
@@ -105,17 +105,17 @@ impl Load {
         self.clients.iter().try_for_each(|clients| clients.wait_progress(5, PATIENCE))
     }
 
-    /// Checks until so long after a moment that all connections continue.
+    /// Checks that all connections continue, until `duration` after `since`.
     fn goes_on(&self, since: Instant, duration: Duration) -> Result<()> {
         stays("connections continue", duration.saturating_sub(since.elapsed()), || self.progress().map(|()| true))
     }
 
-    /// Whether all connections are still established, with every record right.
+    /// Returns whether all connections are still established, with every record right.
     fn is_intact(&self) -> bool {
         self.clients.iter().flat_map(|clients| clients.connections()).all(|one| one.intact())
     }
 
-    /// Checks what must hold after a gateway has failed at `since`: connections that begin a second later are opened
+    /// Checks what must hold after a gateway has failed at `since`: connections that begin a second later open
     /// normally, the plan has other owners for all egress IPs in time, and established connections continue.
     fn outlives(&self, world: &InstalledCluster, gone: &str, since: Instant) -> Result<()> {
         let target = SocketAddr::new(self.target.ip(), 81);
@@ -143,8 +143,8 @@ impl Load {
         self.progress()
     }
 
-    /// Checks that all connections are intact, and that no packet had another address. Returns what was captured
-    /// outside.
+    /// Checks that all connections are intact, and that no packet had another source address. Returns the packets
+    /// captured outside.
     fn finish(self) -> Result<Trace> {
         drop(self.asker);
         for clients in self.clients {
@@ -163,14 +163,14 @@ impl Load {
     }
 }
 
-/// Who answers for an address without a break, and from when to when.
+/// A gateway that answers for an address without interruption, and the time of its first and last answer.
 struct Term {
     mac: [u8; 6],
     from: Instant,
     to: Instant,
 }
 
-/// Those that answered for an address, in order.
+/// Returns the gateways that answered for an address, in order.
 fn terms(trace: &Trace, address: IpAddr) -> Vec<Term> {
     let claims = trace.packets().iter().filter_map(|packet| Some((packet.at, packet.claim()?)));
     let mut terms: Vec<Term> = Vec::new();
@@ -183,8 +183,8 @@ fn terms(trace: &Trace, address: IpAddr) -> Vec<Term> {
     terms
 }
 
-/// Checks that an address went from its gateway to another one and back, each time for good; while it changed hands, two may
-/// have answered for a moment, and nobody for another.
+/// Checks that an address moved from its gateway to another one and back, and settled each time. While it moved, there
+/// may have been a moment with two gateways that answer, and a moment with none.
 fn one_answers(trace: &Trace, address: IpAddr) -> Result<()> {
     let all = terms(trace, address);
     let mut settled: Vec<&Term> = all.iter().filter(|term| term.to - term.from >= SETTLED).collect();
@@ -209,13 +209,13 @@ fn a_gateway_dies(world: &InstalledCluster) -> Result<()> {
     let load = Load::start(world)?;
     let (address, dead) = load.busy()?;
     world.cluster.kill_node(&dead)?;
-    // Unlike on a real machine, the programs outlive the node here: a dead one must no longer answer.
+    // Unlike on a real machine, the programs outlive the node here, so a dead node must be kept from answering.
     world.cluster.partition(&dead, true)?;
     load.outlives(world, &dead, Instant::now())?;
     for pod in &load.pods {
         world.wait_sources(pod, 1, &egress(HOSTS))?;
     }
-    // It comes back, and gets its own again.
+    // The gateway comes back and regains its own egress IP.
     world.cluster.partition(&dead, false)?;
     let node = world.cluster.nodes().iter().find(|node| node.name == dead).context("no such node")?;
     world.cluster.start_node(node)?;
@@ -253,7 +253,7 @@ fn a_gateway_is_cut_off(world: &InstalledCluster) -> Result<()> {
     one_answers(&load.finish()?, address)
 }
 
-/// Waits until an egress IP has gone back.
+/// Waits until an egress IP is back at its gateway.
 fn back(world: &InstalledCluster, address: IpAddr, node: &str) -> Result<()> {
     wait_until(
         "the egress IP goes back",
@@ -264,15 +264,15 @@ fn back(world: &InstalledCluster, address: IpAddr, node: &str) -> Result<()> {
     .map(drop)
 }
 
-/// docs/failures.md: deaf-restart and lapse-order. The agent of a gateway is killed meanwhile, and the next one has nowhere to
-/// read objects from.
+/// docs/failures.md: deaf-restart and lapse-order. A gateway's agent is killed meanwhile, and the next agent cannot
+/// read objects.
 fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
-    // The kubelet starts a container at once only if it has not ended before: a gateway's agent may have died with its node.
+    // The kubelet restarts a container immediately only the first time, and a gateway's agent may have died with its node.
     world.roll_out("daemonset/spillway-agent")?;
     let load = Load::start(world)?;
     let before = world.owners()?;
     let (address, node) = load.busy()?;
-    // A worker has no lease to renew: it hears only its watches.
+    // A worker has no lease to renew; it only receives its watches.
     let worker = node_address(world, WORKER)?;
     wait_connected(world, WORKER, worker, true)?;
     world.cluster.kill_api_server()?;
@@ -288,7 +288,7 @@ fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     wait_connected(world, WORKER, worker, false)?;
     world.cluster.start_api_server()?;
     wait_connected(world, WORKER, worker, true)?;
-    // A controller leads again and has read everything: a new policy is in force.
+    // A controller leads again and has read everything if a new policy comes into force.
     world.leader()?;
     world.policy("later", "web", "203.0.113.8/32", 1)?;
     world.condition("later", "Ready", "True")?;
@@ -328,7 +328,7 @@ fn the_api_server_stalls(world: &InstalledCluster) -> Result<()> {
         world.wait_sources(pod, 1, &egress(HOSTS))?;
     }
     world.cluster.freeze_api_server(false)?;
-    // A controller leads again and has read everything: a new policy is in force.
+    // A controller leads again and has read everything if a new policy comes into force.
     world.policy("later", "web", "203.0.113.8/32", 1)?;
     world.condition("later", "Ready", "True")?;
     load.progress()?;
@@ -339,7 +339,7 @@ fn the_api_server_stalls(world: &InstalledCluster) -> Result<()> {
     let who: BTreeSet<[u8; 6]> = terms(&trace, address).iter().map(|term| term.mac).collect();
     ensure!(who.len() == 1, "{address} was answered for by {who:02x?}");
 
-    // Connections stay, and watches are silent as at any other time.
+    // Connections to a frozen API server stay open, and its watches are as silent as at rest.
     let worker = node_address(world, WORKER)?;
     world.cluster.freeze_api_server(true)?;
     let noticed = wait_connected(world, WORKER, worker, false);
@@ -357,7 +357,7 @@ fn wait_connected(world: &InstalledCluster, node: &str, address: IpAddr, connect
         .map(drop)
 }
 
-/// The address that a node has in its Node object.
+/// Returns the address in a node's Node object.
 fn node_address(world: &InstalledCluster, node: &str) -> Result<IpAddr> {
     let node = world.cluster.get(&["node", node])?;
     let addresses = node["status"]["addresses"].as_array().context("no addresses")?;
@@ -365,7 +365,7 @@ fn node_address(world: &InstalledCluster, node: &str) -> Result<IpAddr> {
     Ok(internal["address"].as_str().context("no text")?.parse()?)
 }
 
-/// The process of the agent of a node.
+/// Returns the process ID of a node's agent.
 fn agent_of(node: &str) -> Result<Option<i32>> {
     let is_agent = |process: &PathBuf| {
         let line = std::fs::read_to_string(process.join("cmdline")).unwrap_or_default();
@@ -384,7 +384,7 @@ fn the_leader_dies(world: &InstalledCluster) -> Result<()> {
         for number in 0..8 {
             world.policy(&format!("r{round}-{number}"), "web", "203.0.113.0/24", 2)?;
             if number == 4 {
-                // With writes in flight: killed, not asked to end.
+                // The controller is killed with writes in flight, not told to stop.
                 let arguments =
                     ["delete", "pod", "-n", "spillway", &pod, "--grace-period=0", "--force", "--wait=false"];
                 world.cluster.kubectl(&arguments)?;
@@ -400,7 +400,7 @@ fn the_leader_dies(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// Every policy has addresses of its own, and no block of ports has two holders.
+/// Checks that every policy has its own addresses, and that no block of ports has two holders.
 fn nothing_is_given_out_twice(world: &InstalledCluster, addresses: usize) -> Result<()> {
     let ips = world.until("every policy has its addresses", &["egressips"], |list| {
         list["items"].as_array().is_some_and(|items| items.len() == addresses)

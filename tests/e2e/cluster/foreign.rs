@@ -1,4 +1,4 @@
-//! Objects of Cilium and Antrea: `kubectl apply` of the same YAML, with the components that read them.
+//! Objects of Cilium and Antrea: `kubectl apply` of the same YAML, with the components that read these objects.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ pub const TESTS: &[Test] = &[
     ("foreign::egresses_of_antrea_are_carried_out_and_have_their_status", egresses_of_antrea),
 ];
 
-/// Installs Spillway from its manifests, with components.
+/// Installs Spillway from its manifests, with these components.
 fn install_with(world: &InstalledCluster, components: &str) -> Result<()> {
     let copy = world.cluster.dir().join("manifests");
     if copy.exists() {
@@ -42,7 +42,7 @@ fn copy_folder(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// One of our definitions of another system's kind.
+/// Returns our definition of another system's kind.
 fn definition(world: &InstalledCluster, plural: &str) -> Result<String> {
     let file = world.manifests.join(format!("crds/foreign/{plural}.yaml")).display().to_string();
     world.cluster.kubectl(&["create", "--dry-run=client", "-o", "json", "-f", &file])
@@ -53,7 +53,7 @@ fn established(world: &InstalledCluster, plural_and_group: &str) -> Result<()> {
     world.cluster.kubectl(&["wait", "--for=condition=Established", &name, "--timeout=60s"]).map(drop)
 }
 
-/// Waits until an Event about an object has this reason, and returns its text.
+/// Waits for an Event about an object with this reason, and returns its text.
 fn event(world: &InstalledCluster, kind: &str, name: &str, reason: &str) -> Result<String> {
     let of = |list: &Value| {
         let all = list["items"].as_array().into_iter().flatten();
@@ -68,9 +68,9 @@ fn event(world: &InstalledCluster, kind: &str, name: &str, reason: &str) -> Resu
 }
 
 fn policies_of_cilium(world: &InstalledCluster) -> Result<()> {
-    // The kind may be added later.
+    // The component comes first: the kind may be added later.
     install_with(world, "components/cilium")?;
-    // Cilium's own definition: no status, no columns.
+    // Cilium's own definition has no status and no columns.
     let mut theirs: Value = serde_json::from_str(&definition(world, "ciliumegressgatewaypolicies")?)?;
     let version = theirs.pointer_mut("/spec/versions/0").and_then(Value::as_object_mut).context("a version")?;
     version.remove("subresources");
@@ -110,20 +110,20 @@ spec:
         world.wait_sources(pod, 0, &egress([50]))?;
     }
     event(world, "CiliumEgressGatewayPolicy", "egress-sample", "Ready")?;
-    // Cilium silently ignores this.
+    // Cilium silently ignores this policy.
     policy("both", "egress: \"true\"\n    egressIP: 192.0.2.50\n    interface: eth1")?;
     let said = event(world, "CiliumEgressGatewayPolicy", "both", "Invalid")?;
     ensure!(said.contains("interface") && said.contains("egressIP"), "{said}");
     let described = world.cluster.kubectl(&["describe", "cegp", "both"])?;
     ensure!(described.contains("Invalid"), "{described}");
-    // By interface, on another node.
+    // A gateway by interface, on another node.
     policy("egress-sample", "kubernetes.io/hostname: gateway3\n    interface: eth1")?;
     for pod in &pods {
         world.wait_sources(pod, 0, &egress([103]))?;
     }
     gateway.ip(&["addr del 192.0.2.50/24 dev eth1".to_owned()])?;
 
-    // Ours has a status, and columns that show it.
+    // Our definition has a status, and columns that show it.
     world.cluster.apply(&definition(world, "ciliumegressgatewaypolicies")?)?;
     world.cluster.kubectl(&["rollout", "restart", "-n", "spillway", "deployment/spillway-controller"])?;
     world.wait_installed()?;
@@ -203,7 +203,7 @@ spec:
     ensure!(said.contains("externalIPPool"), "{said}");
     event(world, "Egress", "egress-web", "Ready")?;
 
-    // Only an address: it is on whatever node has it.
+    // With only an address, the Egress uses whatever node has it.
     let gateway = world.cluster.netns("gateway1")?;
     gateway.ip(&["addr replace 192.0.2.60/24 dev eth1".to_owned()])?;
     world.cluster.kubectl(&[

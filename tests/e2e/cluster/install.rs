@@ -19,11 +19,11 @@ pub const TESTS: &[Test] = &[
     ("install::the_daemonset_is_rolled_under_load", the_daemonset_is_rolled_under_load),
     ("install::a_job_says_beforehand_that_the_cluster_will_do", a_job_says_that_the_cluster_will_do),
     ("install::every_right_is_used_and_none_is_missing", every_right_is_used_and_none_is_missing),
-    // Rights are removed before agents: refusals after that are no failures.
+    // This test removes rights before agents, so refusals after that are no failures.
     ("install::uninstalling_leaves_every_node_clean_and_keeps_the_logs", uninstalling_leaves_every_node_clean),
 ];
 
-/// The Job of manifests/pre, as shipped: it has all rights that it needs, and reports no failure on this cluster.
+/// Runs the Job of manifests/pre as shipped: it has all the rights that it needs, and reports no failure on this cluster.
 fn a_job_says_that_the_cluster_will_do(world: &InstalledCluster) -> Result<()> {
     let file = world.manifests.join("pre/check.yaml").display().to_string();
     let kubectl = |arguments: &[&str]| world.cluster.kubectl(arguments);
@@ -33,14 +33,14 @@ fn a_job_says_that_the_cluster_will_do(world: &InstalledCluster) -> Result<()> {
     kubectl(&["delete", "-f", &file, "--wait=true"])?;
     let (_, said) = (waited?, said?);
     ensure!(said.contains("Kubernetes 1.") && said.contains("0 failures"), "{said}");
-    // Before 1.33 nothing names the network of Services.
+    // Before Kubernetes 1.33, nothing names the network of Services.
     let unnamed = said.contains("Kubernetes 1.32") && said.contains("nothing names the network of Services");
     ensure!(said.contains("Services are in 10.96.0.0/16") || unnamed, "{said}");
     ensure!(!said.contains("access"), "{said}");
     Ok(())
 }
 
-/// What is left of Spillway on a node: pins, the tunnel device, tables of nftables, filters at interfaces.
+/// Lists the remains of Spillway on a node: pins, the tunnel device, nftables tables, filters at interfaces.
 const LEFT: &str = "find /sys/fs/bpf/spillway 2>/dev/null; ip -o link show spillway0 2>/dev/null; nft list tables | grep spillway; \
                     for i in $(ls /sys/class/net); do tc filter show dev $i ingress; tc filter show dev $i egress; done 2>/dev/null | \
                     grep -i spillway; true";
@@ -50,7 +50,7 @@ fn left_on(world: &InstalledCluster, node: &str, script: &str) -> Result<String>
     Ok(String::from_utf8(output.stdout)?.trim().to_owned())
 }
 
-/// As in docs/install.md, with kubectl and with Helm.
+/// Uninstalls as docs/install.md says, with kubectl and with Helm.
 fn uninstalling_leaves_every_node_clean(world: &InstalledCluster) -> Result<()> {
     let manifests = world.manifests.display().to_string();
     let kubectl = || world.cluster.kubectl(&["delete", "-k", &manifests, "--wait=true", "--timeout=120s"]);
@@ -71,7 +71,7 @@ fn helm_installs_upgrades_and_uninstalls(world: &InstalledCluster) -> Result<()>
     leaves_every_node_clean(world, || helm("uninstall", &[]))
 }
 
-/// Removes Spillway under a policy that is in use.
+/// Removes Spillway while a policy is in use.
 fn leaves_every_node_clean(world: &InstalledCluster, uninstall: impl FnOnce() -> Result<String>) -> Result<()> {
     let pods = world.deploy("web", 1)?;
     world.pool("public", 10, 11)?;
@@ -85,12 +85,12 @@ fn leaves_every_node_clean(world: &InstalledCluster, uninstall: impl FnOnce() ->
     let look = || nodes.iter().map(|node| Ok((*node, left_on(world, node, LEFT)?))).collect::<Result<BTreeMap<_, _>>>();
     wait_until("every node is clean", PATIENCE, look, |all| all.values().all(String::is_empty))?;
     left_on(world, nodes[0], "ls /var/lib/spillway")?;
-    // A pod that was selected continues, as if there had never been a policy.
+    // A pod that was selected continues as if there had never been a policy.
     world.wait_sources(&pods[0], 0, &[world.plain(&pods[0].node)])
 }
 
-/// Another CNI: flannel, with a VXLAN device of its own and masquerading, and kube-proxy with nftables. A policy for everything leaves
-/// traffic between pods and to Services alone.
+/// Next to another CNI (flannel with its own VXLAN device and masquerading) and kube-proxy with nftables, a policy for
+/// everything leaves traffic between pods and to Services alone.
 fn flannel_is_left_alone(world: &InstalledCluster) -> Result<()> {
     let world = world.beside_flannel()?;
     leaves_pods_and_services_alone(&world).map_err(|error| anyhow!("{error:#}\n{}", world.picture()))
@@ -121,7 +121,7 @@ fn leaves_pods_and_services_alone(world: &InstalledCluster) -> Result<()> {
         [TcpClients::establish(&a.ns, target, 20, options())?, TcpClients::establish(&a.ns, neighbor, 20, options())?];
     clients.iter().try_for_each(|clients| clients.wait_progress(10, PATIENCE))?;
     ensure!(near.sources().into_keys().eq([IpAddr::from(a.ip)]), "{:?} is not {}", near.sources(), a.ip);
-    // A gateway's egress IPs go to the other one.
+    // The egress IPs of one gateway move to the other.
     let (_, (gone, _)) = world.wait_owners(2, "")?.into_iter().next().context("no owner")?;
     world.cluster.partition(&gone, true)?;
     world.wait_owners(2, &gone)?;
@@ -138,7 +138,7 @@ fn leaves_pods_and_services_alone(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// The token of the agent on a node, as the kubelet would give it to its pod.
+/// Uses the token of an agent, as the kubelet would give it to the agent's pod.
 fn an_agent_may_not_write_for_another_node(world: &InstalledCluster) -> Result<()> {
     let pods = world.cluster.get(&["pods", "-n", "spillway", "-l", "app.kubernetes.io/component=agent"])?;
     let pods = pods["items"].as_array().cloned().unwrap_or_default();
@@ -154,7 +154,7 @@ fn an_agent_may_not_write_for_another_node(world: &InstalledCluster) -> Result<(
         let path = format!("/apis/spillway.io/v1alpha1/egressnodes/{node}/status");
         let file = world.cluster.dir().join("egressnode.json");
         std::fs::write(&file, object)?;
-        // kubectl prefers the kubeconfig's credentials to --token: without them, the token alone counts.
+        // kubectl prefers the kubeconfig's credentials to --token, so they are removed.
         let anonymous = world.cluster.dir().join("anonymous.kubeconfig");
         let whole = std::fs::read_to_string(world.cluster.dir().join("kubeconfig"))?;
         std::fs::write(&anonymous, whole.replace("{token: admintoken}", "{}"))?;
@@ -165,13 +165,13 @@ fn an_agent_may_not_write_for_another_node(world: &InstalledCluster) -> Result<(
     };
     let (done, error) = try_on("gateway1")?;
     ensure!(!done && error.contains("its own node"), "{error}");
-    // Its own object changes all the time, so only the reason of the error matters.
+    // The agent's own object changes all the time, so only the reason of the error matters.
     let (_, error) = try_on("worker1")?;
     ensure!(!error.contains("its own node") && !error.contains("orbidden"), "{error}");
     Ok(())
 }
 
-/// Rolls to another image, and back to the previous one.
+/// Rolls the agents to another image and back to the previous one under load.
 fn the_daemonset_is_rolled_under_load(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 3)?;
     world.pool("public", 10, 12)?;
@@ -221,14 +221,14 @@ fn the_daemonset_is_rolled_under_load(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// Rolls all agents to an image, one after the other.
+/// Rolls all agents to an image, one by one.
 fn roll(world: &InstalledCluster, image: &str) -> Result<()> {
     let image = format!("agent={image}");
     world.cluster.kubectl(&["set", "image", "-n", "spillway", "daemonset/spillway-agent", &image])?;
     world.wait_installed()
 }
 
-/// The images that agents run, each with the digests that it has on the nodes.
+/// Returns the images that agents run, each with the digests that it has on the nodes.
 fn agents(world: &InstalledCluster) -> Result<BTreeMap<String, BTreeSet<String>>> {
     let pods = world.cluster.get(&["pods", "-n", "spillway", "-l", "app.kubernetes.io/component=agent"])?;
     let mut images: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
@@ -240,16 +240,16 @@ fn agents(world: &InstalledCluster) -> Result<BTreeMap<String, BTreeSet<String>>
     Ok(images)
 }
 
-/// The audit log of Spillway's requests matches what the roles allow: nothing was refused, and no right is unused.
+/// Compares the audit log of Spillway's requests with the roles: nothing is refused, and no right is unused.
 fn every_right_is_used_and_none_is_missing(world: &InstalledCluster) -> Result<()> {
-    // Everything happens once: a controller takes over, addresses are added and removed, a node is removed.
+    // Each kind of change happens once: a controller takes over, addresses are added and removed, a node is removed.
     world.pool("public", 10, 12)?;
     world.policy("web", "web", "203.0.113.0/24", 2)?;
     world.condition("web", "Ready", "True")?;
     world.policy("web", "web", "203.0.113.0/24", 1)?;
     world.wait_owners(1, "")?;
     world.team("team-a", true)?;
-    // An agent recreates its object when somebody has deleted it; one without a node is removed, with its lease.
+    // An agent recreates its deleted object. The controller removes an object without a node, and its lease.
     world.cluster.kubectl(&["delete", "egn", "worker1", "--wait=false"])?;
     let metadata = "{name: spillway-gateway-nobody, namespace: spillway}";
     world
@@ -269,7 +269,7 @@ fn every_right_is_used_and_none_is_missing(world: &InstalledCluster) -> Result<(
             let granted = granted(world, account)?;
             Ok(granted.difference(&used).cloned().collect::<Vec<_>>())
         };
-        // A watch is logged when it ends, and series of events are rare: these take longer than a test waits.
+        // A watch is logged when it ends, and series of events are rare: both take longer than the test waits.
         let rest = |unused: &Vec<Right>| {
             unused.iter().all(|right| {
                 right.2 == "watch"
@@ -282,7 +282,7 @@ fn every_right_is_used_and_none_is_missing(world: &InstalledCluster) -> Result<(
     Ok(())
 }
 
-/// Group, resource (with its part, such as `egressnodes/status`), verb.
+/// Group, resource (with its subresource, such as `egressnodes/status`), verb.
 type Right = (String, String, String);
 
 fn used(world: &InstalledCluster, account: &str) -> Result<(BTreeSet<Right>, BTreeMap<Right, String>)> {
@@ -300,7 +300,7 @@ fn used(world: &InstalledCluster, account: &str) -> Result<(BTreeSet<Right>, BTr
             resource = format!("{resource}/{part}");
         }
         let right = (text(&object["apiGroup"]), resource, text(&event["verb"]));
-        // Other tests request, as an agent, what an agent may not do.
+        // Other tests use an agent's account to request what an agent may not do.
         let by_us = event["userAgent"].as_str().is_some_and(|agent| agent.starts_with("kubectl"));
         if by_us {
             continue;

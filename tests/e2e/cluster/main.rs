@@ -1,9 +1,9 @@
-//! Spillway on a real Kubernetes, installed as a user would: the image from scratch, `kubectl apply -k manifests/`, pods by
-//! Deployments, the shipped roles, real packets.
+//! Spillway on a real Kubernetes, installed as a user would: the image `FROM scratch`, `kubectl apply -k manifests/`,
+//! pods by Deployments, the shipped roles, real packets.
 //!
-//! One cluster serves all tests, one after the other, so the harness is our own; it prints what Rust's does. `cargo xtask
-//! test cluster` builds what it needs and runs it; SPILLWAY_CLUSTER_BIN, SPILLWAY_IMAGE and SPILLWAY_NEXT_IMAGE name the
-//! results.
+//! One cluster serves all tests sequentially, so this is a custom harness; its output is that of Rust's.
+//! `cargo xtask test cluster` builds what the tests need and runs them; SPILLWAY_CLUSTER_BIN, SPILLWAY_IMAGE and
+//! SPILLWAY_NEXT_IMAGE name the results.
 
 mod changes;
 mod export;
@@ -24,8 +24,7 @@ use std::time::Instant;
 use anyhow::Result;
 use world::InstalledCluster;
 
-/// The tests that check how fast a gateway is replaced, or that nothing is lost under load: each has the machine to
-/// itself.
+/// Tests that check how fast a gateway is replaced, or that nothing is lost under load. Each has the machine to itself.
 const ALONE: [&str; 3] = ["failures::a_gateway_", "maintenance::", "under_load"];
 
 type Test = (&'static str, fn(&InstalledCluster) -> Result<()>);
@@ -81,7 +80,7 @@ fn run(tests: &[Test]) -> ExitCode {
             for (name, test) in tests {
                 let alone = ALONE.iter().any(|part| name.contains(part));
                 let result = catch_unwind(AssertUnwindSafe(|| {
-                    // Everybody else has to end before one has the machine: those that want it have it one after the other.
+                    // All other tests must end before a test has the machine alone, so consecutive tests of this kind keep the lock.
                     let kept = whole.take().filter(|_| alone);
                     let share = kept.map_or_else(|| lab::machine::take(alone), Ok)?;
                     let result = world.fresh().and_then(|()| test(world));

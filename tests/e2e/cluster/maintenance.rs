@@ -1,4 +1,4 @@
-//! What an operator does to live gateways, without effect on traffic.
+//! What an operator does to living gateways, without effect on traffic.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -15,7 +15,7 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] = &[("maintenance::gateways_are_maintained_and_nothing_is_lost", gateways_are_maintained)];
 
 const HOSTS: std::ops::RangeInclusive<u8> = 10..=12;
-/// A lost SYN is retransmitted after a second: too late.
+/// A lost SYN is retransmitted after one second, which is beyond this timeout.
 const BEFORE_SECOND_SYN: Duration = Duration::from_millis(900);
 
 /// Continuous queries, and new connections during each step.
@@ -38,7 +38,7 @@ impl Load {
         Ok(Load { pods, questions, target, _servers: servers })
     }
 
-    /// Does something, and checks what was lost from its beginning to its end.
+    /// Runs a step, and checks that no packet was lost from its beginning to its end.
     fn during(&self, what: &str, step: impl FnOnce() -> Result<()>) -> Result<()> {
         let rate = ConnectRate { per_second: 100, timeout: BEFORE_SECOND_SYN, ..ConnectRate::default() };
         let syns_repeated = || self.pods.iter().map(|pod| syns_repeated(&pod.ns)).sum::<Result<u64>>();

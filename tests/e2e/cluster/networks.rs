@@ -14,7 +14,7 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] =
     &[("networks::pod_net_pods_whose_addresses_no_node_names_are_reached_as_before", unnamed_pods)];
 
-/// Second parts of the pods' addresses: those of a CNI with its own address management, and a range that is added to it later.
+/// Second bytes of the pods' addresses: those of a CNI with its own address management, and of a range that it gets later.
 const RANGES: [u8; 2] = [99, 98];
 const PORT: u16 = 7000;
 /// Longer than the retransmission of a SYN.
@@ -61,7 +61,7 @@ fn are_left_alone(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// Pods with addresses of one of the ranges.
+/// Deploys pods, and checks that their addresses are in this range.
 fn deploy(world: &InstalledCluster, app: &str, count: usize, range: u8) -> Result<Vec<ClusterPod>> {
     let pods = world.deploy(app, count)?;
     let others: Vec<_> = pods.iter().filter(|pod| pod.ip.octets()[..2] != [10, range]).collect();
@@ -69,7 +69,7 @@ fn deploy(world: &InstalledCluster, app: &str, count: usize, range: u8) -> Resul
     Ok(pods)
 }
 
-/// The source address that another pod sees of a pod, which asks it at `to`.
+/// Returns the source address that the pod `server` sees of `pod`, which connects to it at `to`.
 fn source(pod: &ClusterPod, server: &ClusterPod, to: IpAddr) -> Result<IpAddr> {
     let [to, own] = [to, server.ip.into()].map(|ip| SocketAddr::new(ip, PORT));
     source_at(&pod.ns, to, &server.ns, own, TIMEOUT)

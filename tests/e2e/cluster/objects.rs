@@ -1,4 +1,4 @@
-//! What users see and write: columns, conditions, refusals, events.
+//! What users see and write: columns, conditions, rejections, events.
 
 use anyhow::{Result, ensure};
 
@@ -112,8 +112,8 @@ fn bad_objects_are_refused_with_a_remedy(world: &InstalledCluster) -> Result<()>
     Ok(())
 }
 
-/// An object of the previous version is carried out unchanged, is served in both versions, and stays when only its status is
-/// written.
+/// An object of the previous version takes effect unchanged, is served in both versions, and stays when only its status
+/// is written.
 fn alpha_objects(world: &InstalledCluster) -> Result<()> {
     let policy = |version: &str| {
         format!(
@@ -145,7 +145,7 @@ fn exhaustion(world: &InstalledCluster) -> Result<()> {
     world.policy("second", "web", "203.0.113.8/32", 2)?;
     let (reason, message) = world.condition("second", "Degraded", "True")?;
     ensure!(message.contains("public"), "the pool is named: {reason}: {message}");
-    // The policy that has all it asked for is not touched, and the other one uses the rest.
+    // The policy that has everything it asked for is unaffected, and the other one uses the rest.
     world.condition("first", "Degraded", "False")?;
     world.wait_sources(&pods[0], 1, &egress([12]))?;
     world.policy("first", "web", "203.0.113.7/32", 1)?;
@@ -176,14 +176,14 @@ fn every_example_applies_and_is_in_force(world: &InstalledCluster) -> Result<()>
     for policy in policies {
         world.condition(policy, "Ready", "True")?;
     }
-    // As in the comments: web has any of three, and its partner an address of its own; ledger one per pod; mail those that it
-    // names, by their weights.
+    // The comments say: web has any of three addresses, and its partner an address of its own; ledger has one per pod;
+    // mail has those that it names, by their weights.
     let (web, ledger, mail) = (world.deploy("web", 1)?, world.deploy("ledger", 3)?, world.deploy("mail", 1)?);
     world.wait_sources(&web[0], 0, &egress(10..=12))?;
     world.wait_sources(&web[0], 2, &egress([40]))?;
     world.wait_sources(&web[0], 1, &egress(10..=12))?;
     world.wait_sources(&mail[0], 0, &egress(30..=32))?;
-    // Four standard deviations of the largest share.
+    // The tolerance is four standard deviations of the largest share.
     let (count, tolerance) = (600, 49);
     let seen = world.sources(&mail[0], 0, 7001, count)?;
     for (address, sixths) in egress(30..=32).into_iter().zip([3, 2, 1]) {

@@ -36,7 +36,7 @@ impl Plugin {
         Ok(command.arg("spillway").args(line.split(' ')).current_dir(&self.0).output()?)
     }
 
-    /// The output of a command, which must succeed.
+    /// Returns the output of a command, which must succeed.
     fn says(&self, line: &str) -> Result<String> {
         let Output { status, stdout, stderr } = self.run(line)?;
         ensure!(status.success(), "{line}: {status}: {}", String::from_utf8_lossy(&stderr));
@@ -109,7 +109,7 @@ fn all_nodes_are_asked(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the page at an address contains all of this.
+/// Waits until an event of the page at an address contains all of `wanted`.
 fn wait_page(ns: &NetNs, at: SocketAddr, wanted: &[&str]) -> Result<()> {
     ns.run(|| {
         let mut stream = TcpStream::connect(at)?;
@@ -160,11 +160,11 @@ fn what_flows_is_shown(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// A program that runs until this is dropped. What it prints on its stderr, the test prints.
+/// A program that runs until this is dropped. The test prints the program's stderr.
 struct Running(Child);
 
 impl Running {
-    /// Starts it, and waits for a line with this text on its stderr.
+    /// Starts a program, and waits for its first line on stderr, which must contain this text.
     fn start(mut command: Command, says: &str) -> Result<Running> {
         let mut running = Running(command.stderr(Stdio::piped()).spawn()?);
         let mut stderr = BufReader::new(running.0.stderr.take().context("its stderr")?);
@@ -184,7 +184,7 @@ impl Drop for Running {
     }
 }
 
-/// The program that tells clients their addresses.
+/// Starts the program that tells clients their addresses.
 fn server_outside(world: &InstalledCluster, address: &str) -> Result<Running> {
     let mut command = world.outside()?.command(lab::process::binary("egressctl")?);
     command.args(["connectivity", "serve", "--listen", address]);
@@ -200,7 +200,7 @@ fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
     plugin.says("status --wait --timeout 90")?;
     let address = format!("{}:8474", SERVERS[2]);
     let server = server_outside(world, &address)?;
-    // Whether the test succeeded, and the result of each policy.
+    // Returns whether the test succeeded, and the result of each policy.
     let test = || -> Result<(bool, BTreeMap<String, String>)> {
         let output = plugin.run(&format!("connectivity test --server {address} --timeout 60 -o json"))?;
         let view: Value = serde_json::from_slice(&output.stdout)
@@ -219,7 +219,7 @@ fn promises_are_tested(world: &InstalledCluster) -> Result<()> {
         ensure!(results.get(policy).is_some_and(|said| said.starts_with(result)), "{policy}: {results:?}");
     }
 
-    // As if another NAT translated what gateways send.
+    // Acts like another NAT that translates the packets from gateways.
     let outside = world.outside()?;
     outside.nft(
         "table ip broken {\n chain in {\n type nat hook input priority 100;\n ip saddr 192.0.2.10-192.0.2.12 tcp dport 8474 snat to 192.0.2.99\n }\n}\n",

@@ -1,4 +1,4 @@
-//! The cluster that the tests share, and what they all do with it.
+//! The cluster that the tests share, and their common operations on it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -11,20 +11,20 @@ use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{NetNs, wait_for, wait_until};
 use serde_json::Value;
 
-/// Only a hang lasts longer.
+/// A time limit that only a hang exceeds.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
-/// A connection that began just before its policy changed is severed: others are tried after this time.
+/// The time limit for echoes. A connection that began just before its policy changed is severed; then others are tried.
 const ANSWER: Duration = Duration::from_secs(3);
 
-/// The cluster.
+/// The cluster with Spillway.
 pub struct InstalledCluster {
     pub cluster: Cluster,
     pub manifests: PathBuf,
     pub image: PathBuf,
-    /// The same programs with another version number: what an upgrade installs.
+    /// The same programs with another version number, for upgrades.
     pub next_image: PathBuf,
-    /// Whether it is kept running at the end.
+    /// Whether the cluster is kept running at the end.
     kept: bool,
 }
 
@@ -61,7 +61,7 @@ impl InstalledCluster {
         Ok(Ok(world))
     }
 
-    /// A small cluster of its own with another CNI, and Spillway in it.
+    /// Starts a separate small cluster with another CNI, and installs Spillway in it.
     pub fn beside_flannel(&self) -> Result<InstalledCluster> {
         let (manifests, image, next_image) = (self.manifests.clone(), self.image.clone(), self.next_image.clone());
         let cluster = Cluster::new("swfl", self.cluster.binaries(), 2, 2).with_flannel();
@@ -77,13 +77,13 @@ impl InstalledCluster {
         let kubectl = |arguments: &[&str]| self.cluster.kubectl(arguments);
         kubectl(&["delete", "egp,eipp", "--all", "--wait=true"])?;
         kubectl(&["delete", "egpol", "--all", "-A", "--wait=true"])?;
-        // Clusters need not have these.
+        // Clusters need not have these kinds.
         for foreign in ["ciliumegressgatewaypolicies.cilium.io", "egresses.crd.antrea.io,externalippools.crd.antrea.io"]
         {
             self.cluster.try_kubectl(&["delete", foreign, "--all", "--wait=true"])?;
         }
-        // Kubernetes' garbage collection takes minutes to come back after the API server. Controllers whose watches are late make
-        // ReplicaSets and pods again.
+        // After an outage of the API server, Kubernetes' garbage collection takes minutes to come back, and controllers
+        // whose watches are late recreate ReplicaSets and pods.
         let workloads = "deployments,replicasets,pods";
         wait_for("no workload is left", PATIENCE, || {
             kubectl(&["delete", workloads, "--all", "--wait=true", "--grace-period=1"])?;
@@ -92,7 +92,7 @@ impl InstalledCluster {
         self.until("no egress IP is left", &["egressips"], |list| list["items"] == Value::Array(Vec::new())).map(drop)
     }
 
-    /// What a developer would inspect after a test has failed.
+    /// Returns what a developer would inspect after a failed test.
     pub fn picture(&self) -> String {
         let mut picture = String::new();
         let agents = self.cluster.get(&["pods", "-n", "spillway", "-l", "app.kubernetes.io/component=agent"]);
@@ -120,9 +120,9 @@ impl InstalledCluster {
         self.cluster.kubectl(&["rollout", "status", "-n", "spillway", workload, "--timeout=180s"]).map(drop)
     }
 
-    /// Waits until objects, as kubectl returns them, are good.
+    /// Waits until the objects that kubectl returns are `good`, and returns them.
     pub fn until(&self, what: &str, arguments: &[&str], good: impl Fn(&Value) -> bool) -> Result<Value> {
-        // Not for a message: it is a whole list of objects.
+        // Not `wait_until`, whose message would contain a whole list of objects.
         let mut last = Value::Null;
         wait_for(what, PATIENCE, || {
             last = self.cluster.get(arguments)?;
@@ -131,7 +131,7 @@ impl InstalledCluster {
         Ok(last)
     }
 
-    /// A pool of addresses `192.0.2.FIRST` to `192.0.2.LAST` on the gateways.
+    /// Applies a pool of addresses `192.0.2.FIRST` to `192.0.2.LAST` on the gateways.
     pub fn pool(&self, name: &str, first: u8, last: u8) -> Result<()> {
         self.cluster.apply(&format!(
             "{{apiVersion: spillway.io/v1beta1, kind: EgressIPPool, metadata: {{name: {name}}}, spec: {{
@@ -140,7 +140,7 @@ impl InstalledCluster {
         ))
     }
 
-    /// A policy for pods `app: APP` towards `destinations` with `count` addresses of the pool `public`.
+    /// Applies a policy for pods `app: APP` towards `destinations` with `count` addresses of the pool `public`.
     pub fn policy(&self, name: &str, app: &str, destinations: &str, count: usize) -> Result<()> {
         self.cluster.apply(&format!(
             "{{apiVersion: spillway.io/v1beta1, kind: EgressGatewayPolicy, metadata: {{name: {name}}}, spec: {{
@@ -149,8 +149,8 @@ impl InstalledCluster {
         ))
     }
 
-    /// A namespace, with the label `egress: allowed` or without, and an EgressPolicy in it for all of its pods towards `198.51.100.0/24`,
-    /// with an address of the pool `teams`, which only allows namespaces with that label.
+    /// Applies a namespace, with or without the label `egress: allowed`, and an EgressPolicy in it for all of its pods
+    /// towards `198.51.100.0/24`, with an address of the pool `teams`, which allows only namespaces with that label.
     pub fn team(&self, namespace: &str, allowed: bool) -> Result<()> {
         let labels = if allowed { "{egress: allowed}" } else { "{}" };
         let metadata = format!("{{name: {namespace}, labels: {labels}}}");
@@ -167,7 +167,7 @@ impl InstalledCluster {
         ))
     }
 
-    /// Waits until a policy has a condition with this status; returns its reason and message.
+    /// Waits until a policy has a condition with this status. Returns the condition's reason and message.
     pub fn condition(&self, policy: &str, kind: &str, status: &str) -> Result<(String, String)> {
         let find = |value: &Value| {
             let conditions = value["status"]["conditions"].as_array()?;
@@ -180,17 +180,17 @@ impl InstalledCluster {
         Ok((text("reason"), text("message")))
     }
 
-    /// Pods of a Deployment on the workers, running.
+    /// Returns the running pods of a Deployment on the workers.
     pub fn deploy(&self, app: &str, replicas: usize) -> Result<Vec<ClusterPod>> {
         self.cluster.deploy(app, replicas)
     }
 
-    /// The namespace of the servers.
+    /// Returns the network namespace of the servers.
     pub fn outside(&self) -> Result<NetNs> {
         self.cluster.netns("out")
     }
 
-    /// How many of `count` new connections of a pod to a port of a server come from each address.
+    /// Returns how many of `count` new connections of a pod to a port of a server come from each address.
     pub fn sources(&self, pod: &ClusterPod, server: usize, port: u16, count: usize) -> Result<BTreeMap<IpAddr, usize>> {
         let address = SocketAddr::new(SERVERS[server].parse()?, port);
         let echo = TcpServer::start(&self.outside()?, &[address], ServerMode::Echo)?;
@@ -213,7 +213,7 @@ impl InstalledCluster {
         wait_until(&what, PATIENCE, look, |sources: &BTreeSet<IpAddr>| *sources == wanted).map(drop)
     }
 
-    /// The cluster IP of a Service.
+    /// Returns the cluster IP of a Service.
     pub fn cluster_ip(&self, service: &str) -> Result<IpAddr> {
         let object = self.cluster.get(&["service", service])?;
         Ok(object["spec"]["clusterIP"].as_str().context("a cluster IP")?.parse()?)
@@ -226,19 +226,19 @@ impl InstalledCluster {
         connected.map(drop).with_context(|| format!("{} does not reach the API server", pod.name))
     }
 
-    /// The address that pods of a node have outside without a policy.
+    /// Returns the source address that the pods of a node have outside without a policy.
     pub fn plain(&self, node: &str) -> IpAddr {
         let number = self.cluster.nodes().iter().find(|one| one.name == node).map_or(0, |one| one.number);
         IpAddr::from([10, 77, 0, 10 + number])
     }
 
-    /// The owner and epoch of each egress IP, by address; only those that have an owner.
+    /// Returns the owner and epoch of each egress IP that has an owner.
     pub fn owners(&self) -> Result<BTreeMap<IpAddr, (String, u64)>> {
         let owned = |ip: EgressIp| Some((ip.address, (ip.node?, ip.epoch)));
         Ok(self.cluster.egress_ips()?.into_iter().filter_map(owned).collect())
     }
 
-    /// Waits until this many egress IPs have owners, none of which is `not`.
+    /// Waits until this many egress IPs have an owner, and none is owned by `not`.
     pub fn wait_owners(&self, count: usize, not: &str) -> Result<BTreeMap<IpAddr, (String, u64)>> {
         let good = |owners: &BTreeMap<IpAddr, (String, u64)>| {
             owners.len() == count && owners.values().all(|(node, _)| node != not)
@@ -246,12 +246,12 @@ impl InstalledCluster {
         wait_until(&format!("{count} egress IPs have an owner other than {not:?}"), PATIENCE, || self.owners(), good)
     }
 
-    /// Which controller leads.
+    /// Returns the leading controller.
     pub fn leader(&self) -> Result<String> {
         self.cluster.leader()?.ok_or_else(|| anyhow!("no controller leads"))
     }
 
-    /// Waits until all of Spillway runs.
+    /// Waits until all parts of Spillway run.
     pub fn wait_installed(&self) -> Result<()> {
         self.cluster.wait_installed()
     }
@@ -267,7 +267,7 @@ impl Drop for InstalledCluster {
     }
 }
 
-/// Whether the cluster is kept running, and a kept one is reused: for writing tests.
+/// Returns whether the cluster is kept running, and a kept one reused, which helps when writing tests.
 fn keep() -> bool {
     std::env::var_os("SPILLWAY_KEEP_CLUSTER").is_some()
 }

@@ -1,4 +1,4 @@
-//! What Spillway writes to the API server, and what agents read there, by its audit log.
+//! What Spillway writes to the API server, and what agents read there, according to its audit log.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -19,17 +19,17 @@ pub const TESTS: &[Test] = &[
     ("writes::agents_follow_the_objects_of_gateways_and_their_own_and_gateways_follow_all", agents_follow),
 ];
 
-/// How long is counted.
+/// The duration of the count.
 const COUNTED: Duration = Duration::from_secs(60);
-/// How long nothing else is written once everything is settled: agents report within 30 s what nobody waits for.
+/// After this time without other writes everything is settled: agents delay reports that nothing waits for by up to 30 s.
 const SETTLED: Duration = Duration::from_secs(35);
-/// The same for the immediate writes for a pod, and for numbers of pods, which follow after 5 s.
+/// The same for a new pod: some writes are immediate, and the numbers of pods follow after 5 s.
 const QUIET: Duration = Duration::from_secs(10);
-/// Leases are renewed every 5 s; there may be one more or less, depending on where the minute begins. With 0.5 s it was
-/// 120.
+/// Leases are renewed every 5 s. There may be one renewal more or less, depending on where the minute begins. With an
+/// interval of 0.5 s there were 120.
 const RENEWALS: std::ops::RangeInclusive<usize> = 11..=13;
 
-/// The events of the audit log from a byte offset on.
+/// Returns the events of the audit log from a byte offset on.
 fn events(world: &InstalledCluster, from: usize) -> Result<Vec<Value>> {
     let mut log = File::open(world.cluster.dir().join("audit.log"))?;
     log.seek(SeekFrom::Start(from.try_into()?))?;
@@ -38,7 +38,7 @@ fn events(world: &InstalledCluster, from: usize) -> Result<Vec<Value>> {
     Ok(bytes.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect())
 }
 
-/// What Spillway has written, from a byte offset of the audit log on: how often each object.
+/// Returns how often Spillway has written each object, from a byte offset of the audit log on.
 fn written(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, usize>> {
     let mut written = BTreeMap::new();
     for event in events(world, from)? {
@@ -56,7 +56,7 @@ fn size(world: &InstalledCluster) -> Result<usize> {
     Ok(std::fs::metadata(world.cluster.dir().join("audit.log"))?.len().try_into()?)
 }
 
-/// Waits until only what is `usual` has been written for this long.
+/// Waits until Spillway has made only `usual` writes for this long.
 fn wait_quiet(world: &InstalledCluster, length: Duration, usual: impl Fn(&str) -> bool) -> Result<()> {
     let mut quiet = (Instant::now(), size(world)?);
     wait_for("nothing unusual is written", Duration::from_secs(200), || {
@@ -67,8 +67,8 @@ fn wait_quiet(world: &InstalledCluster, length: Duration, usual: impl Fn(&str) -
     })
 }
 
-/// An application is on two workers, and is added to the third. Three gateways carry its two egress IPs, and none of them writes anything:
-/// their answers to probes confirm the new leases.
+/// An application that runs on two workers gets a pod on the third. Three gateways carry its two egress IPs, and none
+/// of them writes anything: their answers to probes confirm the new leases.
 fn a_pod_more(world: &InstalledCluster) -> Result<()> {
     let is_lease = |write: &str| write.contains(" leases/");
     world.cluster.apply(
@@ -89,11 +89,11 @@ fn a_pod_more(world: &InstalledCluster) -> Result<()> {
     wait_quiet(world, QUIET, is_lease)?;
     let mut written = written(world, from)?;
     written.retain(|write, _| !is_lease(write));
-    // A node that now has more than twice its share returns some of it, which does not matter here. The new node may already report how
-    // full it is.
+    // A node that now has more than twice its share of blocks returns some, which does not matter here. The new node
+    // may already report how full its blocks are.
     let gives_back = |write: &str| first.iter().any(|pod| write.contains(&format!("/{}", pod.node)));
     written.retain(|write, _| !gives_back(write) && *write != format!("update egressnodes/{}/status", new.node));
-    // What others return may be leased to it in a second write.
+    // Blocks that others return may be leased to the new node in a second write.
     let lease = written.remove(&format!("update egressnodes/{}", new.node));
     ensure!(matches!(lease, Some(1 | 2)), "{} is leased blocks in {lease:?} writes", new.node);
     let mut counts = vec!["patch egressgatewaypolicies/web/status".to_owned()];
@@ -102,7 +102,7 @@ fn a_pod_more(world: &InstalledCluster) -> Result<()> {
     Ok(())
 }
 
-/// How many requests the API server has served by our FlowSchema: those of leases, ahead of everybody's lists.
+/// Returns the number of requests that the API server has served by our FlowSchema, which puts leases ahead of all lists.
 fn served_as_leases(world: &InstalledCluster) -> Result<usize> {
     let metrics = world.cluster.kubectl(&["get", "--raw", "/metrics"])?;
     let ours = |line: &&str| {
@@ -114,7 +114,7 @@ fn served_as_leases(world: &InstalledCluster) -> Result<usize> {
     Ok(counts.sum())
 }
 
-/// A pool that selects every node, and an egress IP with two carriers.
+/// Uses a pool that selects every node, and an egress IP with two carriers.
 fn at_rest(world: &InstalledCluster) -> Result<()> {
     world.deploy("web", 2)?;
     world.cluster.apply(
@@ -130,7 +130,7 @@ fn at_rest(world: &InstalledCluster) -> Result<()> {
     let leases = carriers.filter_map(Value::as_str).map(|node| format!("update leases/spillway-gateway-{node}"));
     let mut expected: BTreeSet<String> = leases.collect();
     expected.insert("update leases/spillway-controller".to_owned());
-    // The effects of earlier tests are settled then.
+    // After that, the effects of earlier tests are settled.
     wait_quiet(world, SETTLED, |write| expected.contains(write))?;
     let (from, served) = (size(world)?, served_as_leases(world)?);
     stays("only leases are renewed", COUNTED, || {
@@ -141,13 +141,13 @@ fn at_rest(world: &InstalledCluster) -> Result<()> {
     let written = written(world, from)?;
     ensure!(written.keys().eq(&expected), "written at rest: {written:?}, expected {expected:?}");
     ensure!(written.values().all(|count| RENEWALS.contains(count)), "renewals in a minute: {written:?}");
-    // The minute of the one may begin and end a renewal later than the other's.
+    // One of the two counts may begin and end a renewal later than the other.
     let (served, renewals) = (served_as_leases(world)? - served, written.values().sum::<usize>());
     ensure!(served.abs_diff(renewals) <= expected.len(), "{served} of {renewals} renewals are served as leases");
     Ok(())
 }
 
-/// The nodes whose agents have listed EgressNodes since a byte offset of the audit log, each with whether it has listed all of them.
+/// Returns the nodes whose agents have listed EgressNodes since a byte offset of the audit log, and whether each listed all.
 fn listed(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, bool>> {
     let mut listed = BTreeMap::new();
     for event in events(world, from)? {
@@ -162,7 +162,7 @@ fn listed(world: &InstalledCluster, from: usize) -> Result<BTreeMap<String, bool
     Ok(listed)
 }
 
-/// Two of five nodes carry an egress IP.
+/// Three of six nodes, the gateways, carry the egress IP.
 fn agents_follow(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 2)?;
     world.pool("public", 10, 10)?;

@@ -1,4 +1,4 @@
-//! Programs instruction by instruction, and the raw system call.
+//! Encodes programs instruction by instruction, and makes the raw bpf(2) call.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -9,7 +9,7 @@ const PROG_LOAD: u32 = 5;
 const PROG_TYPE_SCHED_CLS: u32 = 3;
 pub(crate) const PSEUDO_MAP_FD: u8 = 1;
 
-/// One instruction.
+/// Encodes one instruction.
 pub(crate) fn instruction(code: u8, dst: u8, src: u8, off: i16, imm: i32) -> u64 {
     u64::from(code)
         | u64::from(src << 4 | dst) << 8
@@ -33,15 +33,15 @@ pub(crate) const EXIT: u64 = 0x95;
 pub(crate) const ADD: u8 = 0x07;
 pub(crate) const JUMP_IF_GREATER: u8 = 0x2d;
 pub(crate) const JUMP_IF_NOT: u8 = 0x55;
-/// The same for 32 bits.
+/// [`JUMP_IF_NOT`] for 32 bits.
 pub(crate) const JUMP_IF_NOT_WORD: u8 = 0x56;
 /// Adds a register to 64 bits in memory.
 pub(crate) const ADD_IN_MEMORY: u8 = 0xdb;
-/// The first half of an instruction that loads 64 bits; of a map with [`PSEUDO_MAP_FD`].
+/// The first half of an instruction that loads 64 bits, or, with [`PSEUDO_MAP_FD`], a map's address.
 pub(crate) const LOAD_LONG: u8 = 0x18;
 pub(crate) const STORE_WORD: u8 = 0x62;
 pub(crate) const STORE_BYTE: u8 = 0x72;
-/// The registers of the frame pointer, the context and the packet.
+/// The registers that hold the frame pointer, the context and the packet.
 pub(crate) const FP: u8 = 10;
 pub(crate) const CONTEXT: u8 = 6;
 pub(crate) const DATA: u8 = 2;
@@ -50,7 +50,7 @@ pub(crate) fn load_word(dst: u8, src: u8, at: i16) -> u64 {
     instruction(0x61, dst, src, at, 0)
 }
 
-/// Instructions that write `bytes` at `off` of what a register points to.
+/// Returns instructions that write `bytes` at the offset `off` from the address in `register`.
 pub(crate) fn store(register: u8, off: i16, bytes: &[u8]) -> impl Iterator<Item = u64> {
     let mut at = off;
     bytes.chunks(4).flat_map(move |chunk| {
@@ -71,7 +71,7 @@ pub(crate) fn load(code: &[u64]) -> Result<OwnedFd> {
     load_as(PROG_TYPE_SCHED_CLS, code)
 }
 
-/// Loads a program of a kind.
+/// Loads a program of the type `kind`.
 pub(crate) fn load_as(kind: u32, code: &[u64]) -> Result<OwnedFd> {
     let mut attr = Attr::default();
     attr.u32(0, kind);
@@ -104,7 +104,7 @@ impl Attr {
     }
 
     pub(crate) fn call(&mut self, command: u32) -> io::Result<i32> {
-        // SAFETY: the callers' pointers are to live memory of the sizes that they give.
+        // SAFETY: the callers' pointers point to live memory of the sizes that the callers give.
         let result = unsafe { libc::syscall(libc::SYS_bpf, command, self.0.as_mut_ptr(), self.0.len()) };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
     }

@@ -1,4 +1,4 @@
-//! From bytes to packets.
+//! Decodes captured bytes into packets.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Instant;
@@ -15,11 +15,11 @@ use super::socket::Frame;
 /// One captured packet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Packet {
-    /// When the kernel saw it.
+    /// The time at which the kernel saw it.
     pub at: Instant,
     /// The index of the interface in its namespace.
     pub interface: u32,
-    /// Whether this host sent it (also seen for what it forwards).
+    /// Whether this host sent the packet (forwarded packets included).
     pub outgoing: bool,
     /// Its Ethernet source.
     pub source_mac: [u8; 6],
@@ -27,31 +27,31 @@ pub struct Packet {
     pub target_mac: [u8; 6],
     /// Its size in bytes, with the Ethernet header.
     pub length: usize,
-    /// What it carries.
+    /// The decoded content.
     pub content: Content,
 }
 
-/// What a frame carries.
+/// The content of a frame.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Content {
     /// IPv4 or IPv6.
     Ip(Ip),
     /// ARP for IPv4.
     Arp(Arp),
-    /// Something else, or something that could not be read.
+    /// Another protocol, or a packet that could not be decoded.
     Other,
 }
 
 /// An ARP packet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Arp {
-    /// A reply, not a request.
+    /// Whether it is a reply, not a request.
     pub reply: bool,
-    /// Who claims...
+    /// The MAC address that the sender claims.
     pub sender_mac: [u8; 6],
-    /// ... to have this address.
+    /// The IP address that the sender claims.
     pub sender: Ipv4Addr,
-    /// The requested address, or the requester's.
+    /// The requested address; in a reply, the requester's address.
     pub target: Ipv4Addr,
 }
 
@@ -66,11 +66,11 @@ pub struct Ip {
     pub ttl: u8,
     /// The transport's protocol number.
     pub protocol: u8,
-    /// For fragments: the offset in bytes, and whether more follow.
+    /// For fragments: the offset in bytes, and whether more fragments follow.
     pub fragment: Option<(usize, bool)>,
-    /// "Don't fragment" (IPv4).
+    /// The "don't fragment" flag (always set for IPv6).
     pub dont_fragment: bool,
-    /// What it carries. Fragments after the first one carry [`TransportLayer::Other`].
+    /// The transport layer. Fragments after the first one have [`TransportLayer::Other`].
     pub transport: TransportLayer,
     /// The state of the transport's checksum.
     pub checksum: Checksum,
@@ -79,13 +79,13 @@ pub struct Ip {
 /// The state of a transport's checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checksum {
-    /// It is right, or there is none where none is needed.
+    /// Correct, or absent where the protocol allows that (UDP over IPv4).
     Right,
-    /// It is wrong.
+    /// Incorrect.
     Wrong,
-    /// A network card would fill it in: nothing is known.
+    /// Unknown: a network card would fill it in.
     Pending,
-    /// A fragment, or a protocol without one.
+    /// Not checked: a fragment, a truncated packet, or a protocol without a checksum.
     None,
 }
 
@@ -102,7 +102,7 @@ pub struct TcpFlags {
     pub rst: bool,
 }
 
-/// What an IP packet carries.
+/// The transport layer of an IP packet.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TransportLayer {
     /// A TCP segment.
@@ -131,7 +131,7 @@ pub enum TransportLayer {
     },
     /// An ICMP or ICMPv6 echo.
     Echo {
-        /// A request, not a reply.
+        /// Whether it is a request, not a reply.
         request: bool,
         /// Identifier.
         identifier: u16,
@@ -146,7 +146,7 @@ pub enum TransportLayer {
         code: u8,
         /// The MTU that it reports.
         mtu: Option<u32>,
-        /// The packet that it is about.
+        /// The packet that caused the error.
         inner: Option<Inner>,
     },
     /// A request for the MAC address of `target`.
@@ -158,18 +158,18 @@ pub enum TransportLayer {
     NeighborAdvertisement {
         /// The address in question.
         target: IpAddr,
-        /// In answer to a solicitation, not on its own.
+        /// Whether it answers a solicitation.
         solicited: bool,
-        /// To replace what is known.
+        /// Whether it overrides an existing neighbour entry.
         overrides: bool,
-        /// Where it is.
+        /// The claimed MAC address.
         mac: [u8; 6],
     },
     /// Anything else.
     Other,
 }
 
-/// The packet that an ICMP error is about.
+/// The packet that caused an ICMP error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Inner {
     /// Source address.
@@ -178,8 +178,8 @@ pub struct Inner {
     pub target: IpAddr,
     /// The transport's protocol number.
     pub protocol: u8,
-    /// The first four bytes of the transport's header: the ports of TCP and UDP. For echos the second is not one; see
-    /// `identifier`.
+    /// The first four bytes of the transport's header: the ports of TCP and UDP. In an echo they are type, code and
+    /// checksum; see `identifier`.
     pub ports: (u16, u16),
     /// The identifier, for echos.
     pub identifier: u16,
@@ -281,7 +281,7 @@ fn read_transport(transport: Option<&TransportSlice<'_>>, payload: &[u8], ip: &I
         },
         Some(TransportSlice::Icmpv4(icmp)) => read_icmpv4(icmp),
         Some(TransportSlice::Icmpv6(icmp)) => read_icmpv6(icmp, mac),
-        // The first fragment of a datagram has its header, which etherparse leaves alone.
+        // The first fragment of a datagram contains the UDP header, which etherparse does not parse in fragments.
         _ => match (ip.fragment, ip.protocol, payload) {
             (Some((0, _)), 17, &[a, b, c, d, _, _, _, _, ref data @ ..]) => TransportLayer::Udp {
                 source: u16::from_be_bytes([a, b]),
@@ -368,7 +368,7 @@ fn read_inner(bytes: &[u8]) -> Option<Inner> {
 }
 
 fn checksum(ip: &Ip, transport: &[u8], incomplete: bool, pending: bool) -> Checksum {
-    // Where each protocol has its checksum; ICMP's has no pseudo-header.
+    // The offset of each protocol's checksum. ICMP's does not cover a pseudo-header.
     let (has_pseudo_header, place) = match ip.protocol {
         6 => (true, 16),
         17 => (true, 6),

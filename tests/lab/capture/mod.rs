@@ -1,7 +1,7 @@
-//! Packet captures: what passes an interface, decoded, with the queries that tests need.
+//! Packet captures: decoded packets that pass an interface, with the queries that tests need.
 //!
-//! A capture sees packets as an AF_PACKET socket does: merged ones (GRO, GSO) in one piece, and those that this host sends
-//! as well as those that it receives. A capture that lost packets returns an error instead of an answer.
+//! A capture sees packets as an AF_PACKET socket does: packets merged by GRO or GSO in one piece, and sent packets as
+//! well as received ones. A capture that lost packets returns an error instead of a result.
 
 mod decode;
 mod socket;
@@ -26,18 +26,18 @@ type Packets = Arc<Mutex<Vec<Packet>>>;
 pub struct Capture {
     place: String,
     packets: Packets,
-    /// Its result is how many packets were lost on the way into it.
+    /// Returns the number of packets that the capture lost.
     thread: Background<u64>,
 }
 
 impl Capture {
-    /// Captures on `interface` of `ns`, from the moment this returns on.
+    /// Starts a capture on `interface` of `ns`. It sees every packet that passes after this function has returned.
     pub fn start(ns: &NetNs, interface: &str) -> Result<Capture> {
         let index = ns.ifindex(interface)?;
         Capture::on(ns, interface, index)
     }
 
-    /// Captures on all interfaces of `ns`. A forwarded packet is seen twice.
+    /// Starts a capture on all interfaces of `ns`. It sees a forwarded packet twice.
     pub fn start_everywhere(ns: &NetNs) -> Result<Capture> {
         Capture::on(ns, "all interfaces", 0)
     }
@@ -51,35 +51,35 @@ impl Capture {
         Ok(Capture { place, packets, thread })
     }
 
-    /// What was captured so far. Use it for waiting: it may be some milliseconds behind, and only [`Capture::finish`] reports whether
-    /// something was missed.
+    /// Returns the packets captured so far. Use it only for waiting: it may lag by some milliseconds, and only
+    /// [`Capture::finish`] reports lost packets.
     pub fn so_far(&self) -> Trace {
         Trace::new(lock(&self.packets).clone())
     }
 
-    /// How many packets captured so far are `wanted`. Use it for waiting, like [`Capture::so_far`]; it may be some milliseconds behind.
+    /// Counts the `wanted` packets captured so far. Use it only for waiting: like [`Capture::so_far`], it may lag by some milliseconds.
     pub fn count(&self, wanted: impl Fn(&Packet) -> bool) -> usize {
         lock(&self.packets).iter().filter(|packet| wanted(packet)).count()
     }
 
-    /// Waits until a packet that is `wanted` was captured, and returns the first.
+    /// Waits until a `wanted` packet has been captured and returns the first one.
     pub fn wait_for(&self, what: &str, timeout: Duration, wanted: impl Fn(&Packet) -> bool) -> Result<Packet> {
         let what = format!("{what} on {}", self.place);
         let first = || Ok(lock(&self.packets).iter().find(|packet| wanted(packet)).cloned());
         wait_until(&what, timeout, first, Option::is_some)?.context("a packet that was seen")
     }
 
-    /// What was captured since the beginning or the last call, and forgets it.
+    /// Returns and forgets the packets captured since the beginning or the last call.
     pub fn take(&self) -> Trace {
         Trace::new(std::mem::take(&mut *lock(&self.packets)))
     }
 
-    /// Forgets what was captured so far.
+    /// Forgets the packets captured so far.
     pub fn clear(&self) {
         lock(&self.packets).clear();
     }
 
-    /// Ends the capture, with everything that had arrived, and fails if packets were lost on the way into it.
+    /// Ends the capture and returns every packet that had arrived. Fails if the capture lost packets.
     pub fn finish(self) -> Result<Trace> {
         let place = self.place.clone();
         let (trace, dropped) = self.finish_lossy()?;
@@ -89,7 +89,7 @@ impl Capture {
         Ok(trace)
     }
 
-    /// [`Capture::finish`], which also fails if a packet was captured that must not be there: the verdict on what must not happen.
+    /// Like [`Capture::finish`], but also fails if the capture contains an `unwanted` packet.
     pub fn finish_without(self, what: &str, unwanted: impl Fn(&Packet) -> bool) -> Result<Trace> {
         let place = self.place.clone();
         let trace = self.finish()?;
@@ -100,7 +100,7 @@ impl Capture {
         Ok(trace)
     }
 
-    /// Ends the capture; the second value is how many packets were lost on the way into it.
+    /// Ends the capture. The second value is the number of packets that it lost.
     pub fn finish_lossy(self) -> Result<(Trace, u64)> {
         let dropped = self.thread.finish().with_context(|| format!("the capture on {}", self.place))?;
         Ok((Trace::new(std::mem::take(&mut *lock(&self.packets))), dropped))
@@ -110,7 +110,7 @@ impl Capture {
 fn record(socket: &PacketSocket, packets: &Packets, stop: &Stop) -> Result<u64> {
     let mut buffer = vec![0; socket::LARGEST];
     loop {
-        // Read before the socket is drained: what had arrived when the end was requested is part of the capture.
+        // Read before the socket is drained: the capture includes everything that had arrived when the end was requested.
         let last_round = stop.requested();
         while let Some(frame) = socket.receive(&mut buffer)? {
             let packet = decode::packet(&buffer[..frame.captured], &frame);

@@ -12,20 +12,20 @@ use crate::traffic::set_int;
 
 /// The largest frame that is captured in full.
 pub(super) const LARGEST: usize = 65_536 + 256;
-/// Enough for a second of what two cores can send.
+/// The receive buffer in bytes: enough for everything that two cores can send in a second.
 const BUFFER: i32 = 256 << 20;
 
 /// One received frame, whose bytes are in the caller's buffer.
 pub(super) struct Frame {
-    /// How many bytes of the buffer are the frame's.
+    /// The number of bytes that the frame occupies in the buffer.
     pub captured: usize,
-    /// When the kernel saw it.
+    /// The time at which the kernel saw it.
     pub at: Instant,
-    /// Which interface.
+    /// The index of its interface.
     pub interface: u32,
-    /// Sent by this host.
+    /// Whether this host sent it.
     pub outgoing: bool,
-    /// The transport's checksum is still to be filled in by a network card.
+    /// Whether a network card has yet to fill in the transport's checksum.
     pub checksum_pending: bool,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct PacketSocket {
 }
 
 impl PacketSocket {
-    /// Listens on the interface with this index, or on all for 0.
+    /// Opens a socket on the interface with this index, or on all interfaces for 0.
     pub fn open(interface: u32) -> Result<PacketSocket> {
         // No protocol yet: nothing arrives before the socket is set up and bound.
         // SAFETY: plain system call; the result is checked before it is owned.
@@ -46,7 +46,7 @@ impl PacketSocket {
         if fd < 0 {
             return Err(io::Error::last_os_error()).context("cannot open a packet socket");
         }
-        // SAFETY: fd is open and owned by nobody else.
+        // SAFETY: fd is open, and nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         set_int(&fd, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, BUFFER)?;
         set_int(&fd, libc::SOL_PACKET, libc::PACKET_AUXDATA, 1)?;
@@ -66,7 +66,7 @@ impl PacketSocket {
         Ok(PacketSocket { fd, epoch: (SystemTime::now(), Instant::now()) })
     }
 
-    /// Waits until a frame is there.
+    /// Waits until a frame has arrived, but not longer than `patience`.
     pub fn wait(&self, patience: Duration) -> Result<()> {
         let mut fds = [PollFd::new(self.fd.as_fd(), PollFlags::POLLIN)];
         match poll(&mut fds, PollTimeout::try_from(patience)?) {
@@ -75,7 +75,7 @@ impl PacketSocket {
         }
     }
 
-    /// The next frame, or `None` if there is none now.
+    /// Returns the next frame, or `None` if none is waiting.
     pub fn receive(&self, buffer: &mut [u8]) -> Result<Option<Frame>> {
         // SAFETY: all zero bytes are a valid sockaddr_ll and msghdr.
         let (mut from, mut message): (libc::sockaddr_ll, libc::msghdr) = unsafe { (zeroed(), zeroed()) };
@@ -87,19 +87,19 @@ impl PacketSocket {
         message.msg_iovlen = 1;
         message.msg_control = control.as_mut_ptr().cast();
         message.msg_controllen = size_of_val(&control);
-        // SAFETY: every pointer in `message` is to a live buffer of the given size.
+        // SAFETY: every pointer in `message` points to a live buffer of the given size.
         let received = unsafe { libc::recvmsg(self.fd.as_raw_fd(), &raw mut message, 0) };
         if received < 0 {
             let error = io::Error::last_os_error();
             return match error.kind() {
                 io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(None),
-                // The interface went down or away: packets after it comes up again are captured.
+                // The interface went down or disappeared. Packets are captured again after it comes up.
                 _ if matches!(error.raw_os_error(), Some(libc::ENETDOWN | libc::ENXIO | libc::ENODEV)) => Ok(None),
                 _ => Err(error).context("receiving from a packet socket"),
             };
         }
         let (mut at, mut checksum_pending) = (Instant::now(), false);
-        // SAFETY: `message` is as recvmsg left it, and `control` lives on.
+        // SAFETY: `message` is unchanged since recvmsg, and `control` is still alive.
         let mut header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
         // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return null or a header inside `control`.
         while let Some(one) = unsafe { header.as_ref() } {
@@ -128,12 +128,12 @@ impl PacketSocket {
         }))
     }
 
-    /// How many frames did not fit into the buffer. The kernel restarts from zero after each query.
+    /// Returns the number of frames that did not fit into the buffer. Each query resets the kernel's counter.
     pub fn dropped(&self) -> Result<u64> {
         // SAFETY: all zero bytes are a valid tpacket_stats.
         let mut stats: libc::tpacket_stats = unsafe { zeroed() };
         let mut size = size_of::<libc::tpacket_stats>() as libc::socklen_t;
-        // SAFETY: the pointers are to live variables, and `size` is the size of the first one's.
+        // SAFETY: the pointers point to live variables, and `size` is the size of `stats`.
         let result = unsafe {
             libc::getsockopt(
                 self.fd.as_raw_fd(),

@@ -1,4 +1,4 @@
-//! Queries on what was captured.
+//! Queries on captured packets.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -13,7 +13,7 @@ pub struct Trace {
 }
 
 impl Packet {
-    /// The IP packet inside, if it is one.
+    /// Returns the IP packet inside, if there is one.
     pub fn ip(&self) -> Option<&Ip> {
         match &self.content {
             Content::Ip(ip) => Some(ip),
@@ -21,7 +21,7 @@ impl Packet {
         }
     }
 
-    /// Source and destination with ports, for TCP and UDP (not for later fragments).
+    /// Returns source and destination with ports, for TCP and UDP (not for later fragments).
     pub fn ports(&self) -> Option<(SocketAddr, SocketAddr)> {
         let ip = self.ip()?;
         match ip.transport {
@@ -32,7 +32,7 @@ impl Packet {
         }
     }
 
-    /// The flags, for TCP.
+    /// Returns the flags of a TCP segment.
     pub fn tcp_flags(&self) -> Option<TcpFlags> {
         match self.ip()?.transport {
             TransportLayer::Tcp { flags, .. } => Some(flags),
@@ -40,13 +40,13 @@ impl Packet {
         }
     }
 
-    /// Whether it is a TCP reset.
+    /// Returns whether it is a TCP reset.
     pub fn is_reset(&self) -> bool {
         self.tcp_flags().is_some_and(|flags| flags.rst)
     }
 
-    /// The address and the MAC address that it claims to belong together, for ARP (replies and gratuitous requests) and
-    /// neighbour advertisements.
+    /// Returns the IP address and the MAC address that the packet claims to belong together, for ARP (replies and
+    /// gratuitous requests) and neighbour advertisements.
     pub fn claim(&self) -> Option<(IpAddr, [u8; 6])> {
         match &self.content {
             Content::Arp(arp) if arp.reply || arp.sender == arp.target => Some((arp.sender.into(), arp.sender_mac)),
@@ -63,27 +63,27 @@ impl Trace {
         Trace { packets }
     }
 
-    /// All packets.
+    /// Returns all packets.
     pub fn packets(&self) -> &[Packet] {
         &self.packets
     }
 
-    /// The packets that are `wanted`.
+    /// Returns the `wanted` packets.
     pub fn filter(&self, wanted: impl Fn(&Packet) -> bool) -> Trace {
         Trace { packets: self.packets.iter().filter(|packet| wanted(packet)).cloned().collect() }
     }
 
-    /// The packets at or after a moment.
+    /// Returns the packets captured at or after a moment.
     pub fn since(&self, moment: Instant) -> Trace {
         self.filter(|packet| packet.at >= moment)
     }
 
-    /// How many packets are `wanted`.
+    /// Returns the number of `wanted` packets.
     pub fn count(&self, wanted: impl Fn(&Packet) -> bool) -> usize {
         self.packets.iter().filter(|packet| wanted(packet)).count()
     }
 
-    /// How many TCP, UDP, echo request and fragment packets towards `target` came from each source address. Neighbour
+    /// Counts received TCP, UDP, echo request and fragment packets towards `target` by source address. Neighbour
     /// discovery and ICMP errors do not count: hosts send these on their own behalf.
     pub fn sources_towards(&self, target: IpAddr) -> BTreeMap<IpAddr, usize> {
         let mut sources = BTreeMap::new();
@@ -101,7 +101,7 @@ impl Trace {
         sources
     }
 
-    /// The source addresses towards `target` that are not among `allowed`, with a packet of each; this must be empty.
+    /// Returns the source addresses towards `target` that are not among `allowed`, each with its packet count and first packet.
     pub fn strangers_towards(&self, target: IpAddr, allowed: &[IpAddr]) -> BTreeMap<IpAddr, (usize, Packet)> {
         let mut strangers = BTreeMap::new();
         for (source, count) in self.sources_towards(target) {
@@ -116,8 +116,8 @@ impl Trace {
         strangers
     }
 
-    /// Who claims `address` (ARP replies, gratuitous ARP, neighbour advertisements): each MAC address with the moments
-    /// of its claims.
+    /// Returns the MAC addresses that claim `address` (ARP replies, gratuitous ARP, neighbour advertisements), with the
+    /// times of their claims.
     pub fn claims_of(&self, address: IpAddr) -> BTreeMap<[u8; 6], Vec<Instant>> {
         let mut claims: BTreeMap<[u8; 6], Vec<Instant>> = BTreeMap::new();
         for packet in &self.packets {
@@ -130,12 +130,12 @@ impl Trace {
         claims
     }
 
-    /// TCP resets.
+    /// Returns the TCP resets.
     pub fn resets(&self) -> Trace {
         self.filter(Packet::is_reset)
     }
 
-    /// Packets with a checksum that is known to be wrong.
+    /// Returns the packets with a checksum that is known to be wrong.
     pub fn wrong_checksums(&self) -> Trace {
         self.filter(|packet| packet.ip().is_some_and(|ip| ip.checksum == Checksum::Wrong))
     }

@@ -1,15 +1,15 @@
-//! What a cluster is built from: Go modules, each pinned by the go.mod and go.sum in `tests/cluster/`.
+//! The components of a cluster: Go modules, each pinned by the go.mod and go.sum in its folder of `tests/cluster/`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::str::FromStr;
 
-/// A Kubernetes that a cluster can be made of.
+/// A version of Kubernetes that a cluster can run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kubernetes {
-    /// The oldest that the chart accepts.
+    /// The oldest version that the chart accepts.
     V1_32,
-    /// The newest, of most tests.
+    /// The newest version, which most tests use.
     #[default]
     V1_37,
 }
@@ -25,7 +25,7 @@ impl FromStr for Kubernetes {
 }
 
 impl Kubernetes {
-    /// The version, as the API server and the kubelets report it.
+    /// Returns the version, as the API server and the kubelets report it.
     pub const fn version(self) -> &'static str {
         match self {
             Kubernetes::V1_32 => "v1.32.2",
@@ -33,7 +33,7 @@ impl Kubernetes {
         }
     }
 
-    /// What pins its modules: a file of this name with the extension `mod`, and one with `sum`.
+    /// Returns the base name of the files that pin its modules (extensions `mod` and `sum`).
     const fn modules(self) -> &'static str {
         match self {
             Kubernetes::V1_32 => "go.1.32",
@@ -41,7 +41,7 @@ impl Kubernetes {
         }
     }
 
-    /// The component that builds it.
+    /// Returns the component that builds it.
     pub const fn component(self) -> Component {
         Component {
             folder: "k8s",
@@ -50,7 +50,7 @@ impl Kubernetes {
                 Kubernetes::V1_32 => "build Kubernetes 1.32 (5 minutes and 4 GB, once)",
                 Kubernetes::V1_37 => "build Kubernetes (5 minutes and 4 GB, once)",
             },
-            // The tests start kubectl more than a thousand times, and a smaller program starts faster.
+            // kubectl is a separate program: the tests start it more than a thousand times, and a smaller program starts faster.
             programs: &["k8s", "kubectl"],
             packages: &[".", "k8s.io/kubernetes/cmd/kubectl"],
         }
@@ -63,7 +63,7 @@ pub struct Component {
     /// Its folder in `tests/cluster/`.
     pub folder: &'static str,
     modules: &'static str,
-    /// What it is, and how long it takes the first time.
+    /// A description, with the duration of the first build.
     pub title: &'static str,
     /// The programs that it produces.
     pub programs: &'static [&'static str],
@@ -73,7 +73,7 @@ pub struct Component {
 const CONTAINERD: &str = "github.com/containerd/containerd/v2/cmd";
 
 impl Component {
-    /// Everything but a Kubernetes, the short ones first.
+    /// All components except Kubernetes, those that build quickly first.
     pub const ALL: [Component; 6] = [
         Component {
             folder: "pod",
@@ -108,7 +108,7 @@ impl Component {
             programs: &["flannel"],
             packages: &["github.com/flannel-io/flannel"],
         },
-        // It renders the chart.
+        // Renders the chart.
         Component {
             folder: "helm",
             modules: "go",
@@ -116,7 +116,7 @@ impl Component {
             programs: &["helm"],
             packages: &["helm.sh/helm/v4/cmd/helm"],
         },
-        // It receives exported logs.
+        // Receives exported logs.
         Component {
             folder: "s3",
             modules: "go",
@@ -126,7 +126,7 @@ impl Component {
         },
     ];
 
-    /// Plays the kubelets of nodes that no machine holds (`cargo xtask bench --scale`).
+    /// Simulates the kubelets of nodes without machines (`cargo xtask bench --scale`).
     pub const KWOK: Component = Component {
         folder: "kwok",
         modules: "go",
@@ -135,7 +135,7 @@ impl Component {
         packages: &["sigs.k8s.io/kwok/cmd/kwok"],
     };
 
-    /// Whether all of its programs exist, built from what `sources` (`tests/cluster/`) pins.
+    /// Returns whether all programs exist and are not older than the pins and main.go in `sources` (`tests/cluster/`).
     pub fn is_built(&self, sources: &Path, binaries: &Path) -> bool {
         let when = |path: &Path| path.metadata().and_then(|meta| meta.modified()).ok();
         let pins = ["mod", "sum"].map(|ending| format!("{}.{ending}", self.modules));
@@ -144,11 +144,11 @@ impl Component {
         self.programs.iter().all(|program| when(&binaries.join(program)).is_some_and(|built| built >= newest))
     }
 
-    /// The command that builds it into `binaries`, with the version that a Kubernetes reports. Modules and objects are kept in `cache`,
-    /// which may be removed afterwards.
+    /// Returns the command that builds the component into `binaries`. `version` is the version that Kubernetes reports.
+    /// Modules and objects are kept in `cache`, which may be removed afterwards.
     pub fn build(&self, version: &str, sources: &Path, binaries: &Path, cache: &Path) -> Command {
         let mut command = Command::new("go");
-        // flannel's oldest backend is in C, used or not. With these tags, what it shares with the others is compiled once all the same.
+        // flannel's oldest backend needs C, used or not. With the tags below, packages shared with other components still compile once.
         let c = if self.folder == "flannel" { "1" } else { "0" };
         command.current_dir(sources.join(self.folder)).env("CGO_ENABLED", c);
         // With the default of 100, the compiler spends a sixth of its time on garbage collection.
@@ -157,10 +157,10 @@ impl Component {
         command.env("GOFLAGS", "-mod=readonly -modcacherw");
         command.env("GOCACHE", cache.join("objects")).env("GOMODCACHE", cache.join("modules"));
         command.args(["build", "-tags", "netgo,osusergo", "-o"]).arg(format!("{}/", binaries.display()));
-        // One setting of -trimpath for everything, or Go's cache would keep two of each.
+        // All components share one -trimpath setting: otherwise, Go's cache would keep two copies of each object.
         let version = format!("-s -w -X k8s.io/component-base/version.gitVersion={version}");
         command.args(["-trimpath", "-ldflags", &version, "-modfile", &format!("{}.mod", self.modules)]);
-        // They run only for minutes: inlining and debug information, a third of the compile time, would not pay off.
+        // The programs run only for minutes: inlining and debug information, a third of the compile time, would not pay off.
         command.arg("-gcflags=all=-l -dwarf=false");
         for package in self.packages {
             let short = self.folder == "containerd";
@@ -170,7 +170,7 @@ impl Component {
     }
 }
 
-/// What this machine lacks to build and run a cluster, each with a remedy.
+/// Returns the prerequisites for building and running a cluster that this machine lacks, each with a remedy.
 pub fn missing() -> Vec<String> {
     let mut missing = Vec::new();
     let works = |program: &str, argument: &str| {

@@ -12,9 +12,9 @@ use super::Cluster;
 pub struct EgressIp {
     /// The address.
     pub address: IpAddr,
-    /// The gateway, if one carries it now.
+    /// The gateway that carries it now, if any.
     pub node: Option<String>,
-    /// Rises with each change of the gateway.
+    /// The epoch: rises with each change of the gateway.
     pub epoch: u64,
     /// The policies that use it.
     pub policies: Vec<String>,
@@ -37,7 +37,7 @@ impl EgressIp {
         }))
     }
 
-    /// Reads objects, and sorts them by address: IPv4 first.
+    /// Reads objects and sorts them by address, IPv4 first.
     pub(crate) fn all<'a>(objects: impl IntoIterator<Item = &'a Value>) -> Result<Vec<Self>> {
         let mut all: Vec<_> = objects.into_iter().filter_map(|one| Self::of(one).transpose()).collect::<Result<_>>()?;
         all.sort_by_key(|one| one.address);
@@ -46,19 +46,19 @@ impl EgressIp {
 }
 
 impl Cluster {
-    /// All egress IPs, sorted by address: IPv4 first.
+    /// Returns all egress IPs, sorted by address, IPv4 first.
     pub fn egress_ips(&self) -> Result<Vec<EgressIp>> {
         EgressIp::all(self.get(&["egressips"])?["items"].as_array().into_iter().flatten())
     }
 
-    /// Which controller leads: the name of its pod and more.
+    /// Returns the identity of the leading controller, which contains the name of its pod.
     pub fn leader(&self) -> Result<Option<String>> {
         let lease = self.get(&["lease", "-n", "spillway", "spillway-controller"])?;
         let holder = lease["spec"]["holderIdentity"].as_str().filter(|holder| !holder.is_empty());
         Ok(holder.map(ToOwned::to_owned))
     }
 
-    /// Waits until all of Spillway runs.
+    /// Waits until all of Spillway's workloads are ready.
     pub fn wait_installed(&self) -> Result<()> {
         for workload in ["deployment/spillway-controller", "daemonset/spillway-agent"] {
             self.kubectl(&["rollout", "status", "-n", "spillway", workload, "--timeout=180s"])?;

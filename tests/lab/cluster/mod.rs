@@ -1,15 +1,15 @@
 //! A real Kubernetes on this machine: control plane, kubelets, containerd, kube-proxy and a bridge CNI, each node in its own
 //! network, mount, process and cgroup namespaces.
 //!
-//! | segment | IPv4 | who |
+//! | segment | IPv4 | addresses |
 //! | --- | --- | --- |
 //! | nodes | 10.77.0.0/24 | control plane .1, the n-th node at .(10+n): workers first, then gateways |
 //! | external | 192.0.2.0/24 | the outside's router .1, gateway i at .(100+i); .10-.99 are for egress IPs |
-//! | outside | 203.0.113.0/24, 198.51.100.0/24 | servers .7, .8 and .10; gateways reach them by `eth1`, others by the control plane |
+//! | outside | 203.0.113.0/24, 198.51.100.0/24 | servers .7, .8 and .10; gateways reach them by `eth1`, workers by the control plane |
 //! | pods of the n-th node | 10.244.n.0/24 | bridge .1 |
 //! | services | 10.96.0.0/16 | |
 //!
-//! It outlives the process that started it; [`Cluster::down`] removes it. Everything that it keeps is in one folder.
+//! A cluster outlives the process that started it; [`Cluster::down`] removes it. All of its files are in one folder.
 
 mod build;
 mod egress;
@@ -38,15 +38,15 @@ pub use text::POD_IMAGE;
 const CLUSTERS: &str = "/tmp/spillway-cluster";
 /// The address and port of the API server.
 const API_SERVER: &str = "10.77.0.1:6443";
-/// How long the parts of a cluster may take to come up on a busy machine.
+/// The time that a cluster's parts may take to start on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// What a node is for.
+/// The role of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NodeKind {
     /// Runs pods.
     Worker,
-    /// Has a leg in the external segment, the label `egress=true`, and runs pods as well.
+    /// Has an interface in the external segment and the label `egress=true`, and runs pods as well.
     Gateway,
 }
 
@@ -55,11 +55,11 @@ pub enum NodeKind {
 pub struct ClusterNode {
     /// `worker1`, `gateway1`, ...
     pub name: String,
-    /// What it is for.
+    /// Its role.
     pub kind: NodeKind,
-    /// From 1 on, over all nodes.
+    /// Its number among all nodes, from 1 on.
     pub number: u8,
-    /// From 1 on, among those of its kind.
+    /// Its number among the nodes of its kind, from 1 on.
     pub of_kind: u8,
 }
 
@@ -73,7 +73,7 @@ pub struct Cluster {
     flannel: bool,
 }
 
-/// The names of all clusters that have been started and not been removed, by whatever process.
+/// Returns the names of all clusters that any process has started and that have not been removed.
 pub fn names() -> Result<Vec<String>> {
     let entries = match fs::read_dir(CLUSTERS) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -83,8 +83,8 @@ pub fn names() -> Result<Vec<String>> {
 }
 
 impl Cluster {
-    /// The cluster of this name (letters and digits, at most six: interfaces and namespaces are named after it), whose
-    /// programs [`Component::build`] has put into `binaries`.
+    /// Describes the cluster `name` (at most six letters and digits: interfaces and namespaces are named after it).
+    /// [`Component::build`] must have put its programs into `binaries`.
     pub fn new(name: &str, binaries: &Path, workers: u8, gateways: u8) -> Self {
         let kinds = (1..=workers).map(|n| ("worker", NodeKind::Worker, n));
         let kinds = kinds.chain((1..=gateways).map(|n| ("gateway", NodeKind::Gateway, n)));
@@ -98,7 +98,7 @@ impl Cluster {
         Cluster { name, dir, binaries: binaries.to_owned(), nodes: nodes.collect(), flannel: false }
     }
 
-    /// The same with flannel between the pods' networks (VXLAN, which also masquerades) instead of routes.
+    /// Connects the pods' networks with flannel (VXLAN, which also masquerades) instead of routes.
     #[must_use]
     pub fn with_flannel(mut self) -> Self {
         self.flannel = true;
@@ -106,7 +106,7 @@ impl Cluster {
     }
 
     /// Starts everything and waits until all nodes are ready. Leftovers of the same name are removed first. `progress`
-    /// receives what is being waited for.
+    /// receives the name of each step.
     pub fn up(&self, mut progress: impl FnMut(&str)) -> Result<()> {
         progress("networks");
         self.make_place()?;
@@ -133,22 +133,22 @@ impl Cluster {
         self.make_networks()
     }
 
-    /// Whether it has been started and not been removed.
+    /// Returns whether the cluster has been started and not been removed.
     pub fn is_up(&self) -> bool {
         self.dir.join("apiserver.pid").exists()
     }
 
-    /// Its nodes.
+    /// Returns its nodes.
     pub fn nodes(&self) -> &[ClusterNode] {
         &self.nodes
     }
 
-    /// The names of the nodes of a kind.
+    /// Returns the names of the nodes of a kind.
     pub fn names(&self, kind: NodeKind) -> Vec<&str> {
         self.nodes.iter().filter(|node| node.kind == kind).map(|node| node.name.as_str()).collect()
     }
 
-    /// The network namespace of a part: `cp` (control plane), `out` (the outside), or a node.
+    /// Opens the network namespace of a part: `cp` (control plane), `out` (the outside), or a node.
     pub fn netns(&self, part: &str) -> Result<NetNs> {
         NetNs::open(&self.netns_name(part))
     }
@@ -157,24 +157,24 @@ impl Cluster {
         format!("{}-{part}", self.name)
     }
 
-    /// The folder of the programs that it consists of.
+    /// Returns the folder with the cluster's programs.
     pub fn binaries(&self) -> &Path {
         &self.binaries
     }
 
-    /// The folder with its logs.
+    /// Returns the folder with its logs.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// How many nodes Kubernetes reports as ready.
+    /// Returns the number of nodes that Kubernetes reports as ready.
     pub fn ready_nodes(&self) -> Result<usize> {
         let path = "jsonpath={range .items[*]}{.status.conditions[?(@.type=='Ready')].status}{'\\n'}{end}";
         let output = self.kubectl(&["get", "nodes", "-o", path])?;
         Ok(output.lines().filter(|line| *line == "True").count())
     }
 
-    /// `kubectl`, ready for more arguments.
+    /// Returns a `kubectl` command, ready for more arguments.
     pub fn kubectl_command(&self) -> Result<Command> {
         let mut command = self.netns("cp")?.command(self.binaries.join("kubectl"));
         command.arg("--kubeconfig").arg(self.dir.join("kubeconfig"));
@@ -204,32 +204,32 @@ impl Cluster {
         Ok(self.kubectl_command()?.args(arguments).output()?)
     }
 
-    /// `kubectl apply` of a text.
+    /// Applies a text with `kubectl apply`.
     pub fn apply(&self, yaml: &str) -> Result<()> {
         let mut command = self.kubectl_command()?;
-        // kubectl 1.32 takes what begins with a brace for JSON.
+        // kubectl 1.32 takes text that begins with a brace for JSON.
         crate::command::feed(command.args(["apply", "-f", "-"]), &format!("---\n{yaml}"))
             .with_context(|| format!("kubectl apply: {yaml}"))
     }
 
-    /// An object, or a list of them, as JSON.
+    /// Returns an object, or a list of objects, as JSON.
     pub fn get(&self, arguments: &[&str]) -> Result<serde_json::Value> {
         let all: Vec<&str> = ["get"].into_iter().chain(arguments.iter().copied()).chain(["-o", "json"]).collect();
         Ok(serde_json::from_str(&self.kubectl(&all)?)?)
     }
 
-    /// Waits until what kubectl prints is good.
+    /// Waits until the output of kubectl is `good`, and returns it.
     pub fn wait(&self, what: &str, arguments: &[&str], good: impl Fn(&str) -> bool) -> Result<String> {
         wait_until(what, PATIENCE, || self.kubectl(arguments), |text| good(text))
     }
 
-    /// Makes a folder with `kubectl` for this cluster, and its plugins: file names, and their programs.
+    /// Makes a folder with `kubectl` for this cluster and its plugins, given as file names and programs.
     pub fn kubectl_folder(&self, plugins: &[(&str, &Path)]) -> Result<PathBuf> {
         use std::os::unix::fs::{PermissionsExt, symlink};
         let folder = self.dir.join("bin");
         fs::create_dir_all(&folder)?;
         let kubectl = folder.join("kubectl");
-        // Plugins call kubectl, and find the cluster as it does.
+        // Plugins call kubectl, and find the cluster in the same way.
         let text = format!(
             "#!/bin/sh\n# kubectl on the cluster {}, whose API server is reached from its own network namespace only\n\
              export PATH={}:$PATH KUBECONFIG={}\n\
@@ -265,7 +265,7 @@ impl Cluster {
         }
     }
 
-    /// Waits until no process has this id.
+    /// Waits until no process with this id runs.
     fn wait_gone(pid: u32) -> Result<()> {
         wait_for(&format!("process {pid} ends"), Duration::from_secs(20), || {
             let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();

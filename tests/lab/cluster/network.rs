@@ -11,24 +11,24 @@ pub const SERVERS: [&str; 3] = ["203.0.113.7", "203.0.113.8", "198.51.100.10"];
 const OUTSIDE: [&str; 2] = ["203.0.113.0/24", "198.51.100.0/24"];
 
 impl ClusterNode {
-    /// Its address in the nodes' network.
+    /// Returns its address in the nodes' network.
     pub fn address(&self) -> String {
         format!("10.77.0.{}", 10 + self.number)
     }
 
-    /// The network of its pods.
+    /// Returns the network of its pods.
     pub fn pods(&self) -> String {
         format!("10.244.{}.0/24", self.number)
     }
 
-    /// Its address in the external segment, for a gateway.
+    /// Returns the address of a gateway in the external segment.
     pub fn external(&self) -> String {
         format!("192.0.2.{}", 100 + self.of_kind)
     }
 }
 
 impl Cluster {
-    /// Makes the namespaces and links of everything.
+    /// Creates all namespaces and links.
     pub(super) fn make_networks(&self) -> Result<()> {
         let cp = NetNs::create(&self.netns_name("cp"))?;
         let out = NetNs::create(&self.netns_name("out"))?;
@@ -93,8 +93,8 @@ impl Cluster {
         ns.sysctls(&[("net.ipv4.ip_forward", "1"), ("net.ipv4.conf.all.rp_filter", "0")])
     }
 
-    /// Lets pods that start from now on take addresses of `10.RANGE.0.0/16`, as with a CNI that manages addresses by itself: routes lead
-    /// to them, and no Node names them. `None`: those that the Nodes name.
+    /// Assigns addresses of `10.RANGE.0.0/16` to pods that start from now on, as a CNI with its own address management does: routes lead to
+    /// the addresses, but no Node lists them. With `None`, pods take addresses from the networks that the Nodes list.
     pub fn pods_from(&self, range: Option<u8>) -> Result<()> {
         let network = |node: &ClusterNode, range: u8| format!("10.{range}.{}.0/24", node.number);
         let Some(range) = range else {
@@ -124,7 +124,7 @@ impl Cluster {
     pub(super) fn remove_networks(&self) {
         let parts = ["cp", "out"].into_iter().chain(self.nodes.iter().map(|node| node.name.as_str()));
         for part in parts {
-            // What does not exist need not be removed.
+            // A part that does not exist need not be removed.
             netns::remove(&self.netns_name(part)).ok();
         }
     }

@@ -17,7 +17,7 @@ use crate::wait::wait_for;
 
 const INIT: &str = include_str!("node-init.sh");
 const INIT_FILE: &str = "node-init.sh";
-/// Where etcd listens, in the API server's process.
+/// The address and port where etcd listens, in the API server's process.
 const ETCD: &str = "127.0.0.1:2379";
 const ZONES: [&str; 3] = ["a", "b", "c"];
 
@@ -29,13 +29,13 @@ impl Cluster {
         Ok(path)
     }
 
-    /// Lets the pods that start on a node from now on take their addresses from a network.
+    /// Makes pods that start on a node from now on take their addresses from the network `pods`.
     pub(super) fn write_cni(&self, node: &ClusterNode, bridge: &str, pods: &str) -> Result<()> {
         let text = text::cni(bridge, pods, !self.flannel);
         self.file(&format!("{}/cni/10-lab.conflist", node.name), &text).map(drop)
     }
 
-    /// Starts a program that outlives us, and records its process id in `<name>.pid`.
+    /// Starts a program that outlives this process, and records its process id in `<name>.pid`.
     fn start(&self, name: &str, mut command: Command) -> Result<u32> {
         let log = File::create(self.dir.join(format!("{name}.log")))?;
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
@@ -83,7 +83,7 @@ impl Cluster {
         Ok(command)
     }
 
-    /// Servers outside that tell each client its address as seen there: port 80 of all of [`SERVERS`].
+    /// Starts servers in the outside that report to each client its address as seen there: port 80 of all [`SERVERS`].
     pub fn serve_outside(&self) -> Result<()> {
         let mut command = self.netns("out")?.command(self.binaries.join("pod"));
         command.arg("serve").args(SERVERS.map(|server| format!("{server}:80")));
@@ -113,7 +113,7 @@ impl Cluster {
         wait_for("the API server is ready", PATIENCE, || Ok(self.kubectl(&["get", "--raw", "/readyz"]).is_ok()))
     }
 
-    /// Kills the API server and etcd at once. [`Self::start_api_server`] starts them again with what they had written.
+    /// Kills the API server and etcd. [`Self::start_api_server`] starts them again with the data that they had written.
     pub fn kill_api_server(&self) -> Result<()> {
         self.kill("apiserver")?;
         // A process that has just ended keeps its sockets for a moment.
@@ -121,23 +121,23 @@ impl Cluster {
         wait_for("etcd's port is free", PATIENCE, || Ok(cp.run(|| Ok(TcpListener::bind(ETCD)?)).is_ok()))
     }
 
-    /// Stops the API server and etcd, or lets them continue. While stopped, connections stay, and nothing is answered.
+    /// Stops the API server and etcd, or continues them. While stopped, they keep their connections and answer nothing.
     pub fn freeze_api_server(&self, frozen: bool) -> Result<()> {
         let pid: i32 = fs::read_to_string(self.dir.join("apiserver.pid"))?.trim().parse()?;
         let signal = if frozen { Signal::SIGSTOP } else { Signal::SIGCONT };
         kill(Pid::from_raw(pid), signal).context("the API server cannot be frozen or thawed")
     }
 
-    /// What starts a node's first process: the script and its first arguments.
+    /// Returns the beginning of the command line of a node's first process: the script and its first arguments.
     fn init(&self, node: &str) -> String {
         format!("{} {} {node} ", self.dir.join(INIT_FILE).display(), self.dir.display())
     }
 
-    /// Whether a process is this part's. The part may be dead already, and its process's id another one's, for example after a reboot.
+    /// Returns whether a process is this part. If the part is dead, its id may belong to another process, for example after a reboot.
     fn is_part(&self, name: &str, pid: i32) -> bool {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).replace('\0', " ");
-        // The programs of an earlier process may be in another folder.
+        // Programs that an earlier process started may be in another folder.
         let runs = |program: &str| line.contains(&format!("/{program} "));
         match name {
             "servers" => runs("pod serve"),
@@ -158,7 +158,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Starts a node; it becomes ready by itself.
+    /// Starts a node, which becomes ready by itself.
     pub fn start_node(&self, node: &ClusterNode) -> Result<()> {
         let (name, folder) = (&node.name, self.dir.join(&node.name));
         for sub in ["lib", "log", "cni"] {
@@ -193,7 +193,7 @@ impl Cluster {
         self.give_pods(node)
     }
 
-    /// We assign the pods' networks to nodes: the CNI's configuration is written before Kubernetes could choose one.
+    /// Assigns the pods' network to a node: the CNI's configuration is written before Kubernetes could choose a network.
     fn give_pods(&self, node: &ClusterNode) -> Result<()> {
         let patch = format!("{{\"spec\":{{\"podCIDR\":\"{0}\",\"podCIDRs\":[\"{0}\"]}}}}", node.pods());
         wait_for(&format!("{} registers", node.name), PATIENCE, || {
@@ -201,7 +201,7 @@ impl Cluster {
         })
     }
 
-    /// One child below our own group in each hierarchy of cgroup v1.
+    /// Creates a child of this process's group in each hierarchy of cgroup v1.
     fn make_cgroups(&self, node: &ClusterNode) -> Result<Vec<PathBuf>> {
         let mut groups = Vec::new();
         for line in fs::read_to_string("/proc/self/cgroup")?.lines() {
@@ -226,12 +226,12 @@ impl Cluster {
         Ok(groups)
     }
 
-    /// Kills a node and everything on it at once; its networks stay.
+    /// Kills a node and everything on it. Its networks stay.
     pub fn kill_node(&self, name: &str) -> Result<()> {
         self.kill(&self.node(name)?.name)
     }
 
-    /// Stops every process of a node, or lets them continue.
+    /// Stops every process of a node, or continues them.
     pub fn freeze_node(&self, name: &str, frozen: bool) -> Result<()> {
         let groups = fs::read_to_string(self.dir.join(format!("{name}.cgroups")))?;
         let Some(freezer) = groups.lines().find(|group| group.contains("/freezer/")) else {
@@ -240,7 +240,7 @@ impl Cluster {
         Ok(fs::write(Path::new(freezer).join("freezer.state"), if frozen { "FROZEN" } else { "THAWED" })?)
     }
 
-    /// A command in the mount, process and network namespaces of a node.
+    /// Returns a command that runs in the mount, process and network namespaces of a node.
     pub fn on_node(&self, name: &str) -> Result<Command> {
         let outer: u32 = fs::read_to_string(self.dir.join(format!("{name}.pid")))?.trim().parse()?;
         let children = fs::read_to_string(format!("/proc/{outer}/task/{outer}/children"))?;
@@ -264,7 +264,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Ends everything and removes what it made.
+    /// Ends all processes of the cluster and removes everything that it created.
     pub fn down(&self) -> Result<()> {
         for part in ["servers", "scheduler", "controller-manager", "apiserver"] {
             self.kill(part)?;
@@ -293,7 +293,7 @@ impl Cluster {
     }
 }
 
-/// Removes a group and those below it, if they are empty.
+/// Removes a group and the groups below it, if they are empty.
 fn remove_groups(group: &Path) {
     let entries = fs::read_dir(group).into_iter().flatten().flatten();
     for entry in entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {

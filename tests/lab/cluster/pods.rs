@@ -1,4 +1,4 @@
-//! Pods of a cluster, for the lab's traffic: network namespaces.
+//! The network namespaces of a cluster's pods, for the lab's traffic.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -15,7 +15,7 @@ use crate::wait::wait_until;
 pub struct ClusterPod {
     /// Its name.
     pub name: String,
-    /// The node that it is on.
+    /// The node that it runs on.
     pub node: String,
     /// Its address.
     pub ip: Ipv4Addr,
@@ -24,7 +24,7 @@ pub struct ClusterPod {
 }
 
 impl Cluster {
-    /// The running pods of a namespace that have a label, sorted by name.
+    /// Returns the running pods of a namespace that match a label selector, sorted by name.
     pub fn pods(&self, namespace: &str, selector: &str) -> Result<Vec<ClusterPod>> {
         let list = self.get(&["pods", "-n", namespace, "-l", selector, "--field-selector", "status.phase=Running"])?;
         let mut pods = Vec::new();
@@ -43,7 +43,7 @@ impl Cluster {
         Ok(pods)
     }
 
-    /// Pods `app: APP` of a Deployment on the workers, once they run.
+    /// Creates a Deployment of pods `app: APP` on the workers and returns its pods once they run.
     pub fn deploy(&self, app: &str, replicas: usize) -> Result<Vec<ClusterPod>> {
         self.apply(&format!(
             "{{apiVersion: apps/v1, kind: Deployment, metadata: {{name: {app}}}, spec: {{replicas: {replicas},
@@ -59,7 +59,7 @@ impl Cluster {
         self.deployed(app, replicas)
     }
 
-    /// The pods of a Deployment, once there are `count`.
+    /// Returns the pods of a Deployment once there are `count`.
     pub fn deployed(&self, app: &str, count: usize) -> Result<Vec<ClusterPod>> {
         let selector = format!("deployment={app}");
         let pods = || self.pods("default", &selector);
@@ -67,7 +67,7 @@ impl Cluster {
     }
 }
 
-/// The network namespace of a pod, found by a process with the pod's host name.
+/// Opens the network namespace of a pod, found by a process with the pod's host name.
 fn pod_namespace(pod: &str) -> Result<NetNs> {
     match processes_with(&format!("HOSTNAME={pod}"))?.first() {
         Some(process) => NetNs::open_file(pod, &process.join("ns/net")),
@@ -75,7 +75,7 @@ fn pod_namespace(pod: &str) -> Result<NetNs> {
     }
 }
 
-/// The folders in /proc of all processes with this in their environment, as `NAME=value`.
+/// Returns the folders in /proc of all processes whose environment contains `variable`, in the form `NAME=value`.
 pub fn processes_with(variable: &str) -> Result<Vec<PathBuf>> {
     let has = |path: &PathBuf| {
         let environment = fs::read(path.join("environ")).unwrap_or_default();

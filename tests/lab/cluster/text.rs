@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// A kubeconfig with a token.
+/// Returns a kubeconfig with a token.
 pub fn kubeconfig(server: &str, token: &str) -> String {
     format!(
         "apiVersion: v1
@@ -15,7 +15,7 @@ current-context: lab
     )
 }
 
-/// The bridge CNI; it masquerades what leaves the pods' network, as most CNIs do, unless something else does.
+/// Returns the bridge CNI's configuration. Like most CNIs, it masquerades packets that leave the pods' network, unless told not to.
 pub fn cni(bridge: &str, subnet: &str, masquerade: bool) -> String {
     format!(
         r#"{{"cniVersion":"1.0.0","name":"lab","plugins":[{{"type":"bridge","bridge":"{bridge}","isGateway":true,"ipMasq":{masquerade},
@@ -24,10 +24,10 @@ pub fn cni(bridge: &str, subnet: &str, masquerade: bool) -> String {
     )
 }
 
-/// flannel's network: that of all pods, by VXLAN.
+/// flannel's configuration: the network of all pods, over VXLAN.
 pub const FLANNEL: &str = r#"{"Network": "10.244.0.0/16", "Backend": {"Type": "vxlan"}}"#;
 
-/// containerd without anything that a machine without CAP_SYS_RESOURCE refuses.
+/// Returns a configuration of containerd without features that a machine without CAP_SYS_RESOURCE refuses.
 pub fn containerd(binaries: &Path, folder: &Path, runc: &Path) -> String {
     format!(
         "version = 3
@@ -57,10 +57,10 @@ imports = []
     )
 }
 
-/// The image that pods of tests run, and that holds the namespaces of all pods.
+/// The image that the tests' pods run, also used for the sandbox container of every pod.
 pub const POD_IMAGE: &str = "localhost/spillway/pod:1";
 
-/// A kubelet on cgroup v1 that evicts no pods for lack of disk space.
+/// A kubelet's configuration: on cgroup v1, without eviction of pods for lack of disk space.
 pub const KUBELET: &str = "apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}

@@ -1,4 +1,4 @@
-//! Makes a lab: all links in one batch, then each namespace's own setup, several at a time.
+//! Builds a lab: creates all links in one batch, then sets up all namespaces concurrently.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,129 +16,129 @@ use crate::netns::NetNs;
 use crate::scope::Scope;
 use crate::skip;
 
-/// The card of a gateway whose interfaces are VLAN devices.
+/// The network card of a gateway whose interfaces are VLAN devices.
 const CARD: &str = "card0";
 
-/// Describes a lab. The default: two workers, three gateways, one server on the external segment and one behind the router,
-/// point-to-point pods, MTU 1500 everywhere, no reverse-path filter, masquerade on every node.
+/// Describes a lab. The default: two workers, three gateways, one server on the external segment and one behind the
+/// router, point-to-point pods, MTU 1500 everywhere, no reverse-path filter, masquerading on every node.
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
     settings: LabSettings,
 }
 
 impl Builder {
-    /// How many workers (`worker1..`); at most 89.
+    /// Sets the number of workers (`worker1..`), at most 89.
     pub fn workers(mut self, count: u8) -> Builder {
         self.settings.workers = count;
         self
     }
 
-    /// How many gateways (`gw1..`); at most 99.
+    /// Sets the number of gateways (`gw1..`), at most 99.
     pub fn gateways(mut self, count: u8) -> Builder {
         self.settings.gateways = count;
         self
     }
 
-    /// How many servers on the external segment (`server1..`).
+    /// Sets the number of servers on the external segment (`server1..`).
     pub fn servers(mut self, count: u8) -> Builder {
         self.settings.servers = count;
         self
     }
 
-    /// How many servers behind the router (`far1..`).
+    /// Sets the number of servers behind the router (`far1..`).
     pub fn far_servers(mut self, count: u8) -> Builder {
         self.settings.far_servers = count;
         self
     }
 
-    /// How pods are wired, unless their spec says otherwise.
+    /// Sets how pods are connected, unless their spec says otherwise.
     pub fn cni(mut self, cni: Cni) -> Builder {
         self.settings.cni = cni;
         self
     }
 
-    /// The MTU of the underlay.
+    /// Sets the MTU of the underlay.
     pub fn underlay_mtu(mut self, mtu: u32) -> Builder {
         self.settings.underlay_mtu = mtu;
         self
     }
 
-    /// The MTU of the external segment.
+    /// Sets the MTU of the external segment.
     pub fn external_mtu(mut self, mtu: u32) -> Builder {
         self.settings.external_mtu = mtu;
         self
     }
 
-    /// The MTU behind the router: if smaller than the external segment's, the router sends "too big".
+    /// Sets the MTU behind the router: if it is smaller than the external segment's, the router sends "packet too big".
     pub fn far_mtu(mut self, mtu: u32) -> Builder {
         self.settings.far_mtu = mtu;
         self
     }
 
-    /// The MTU of the pods' links.
+    /// Sets the MTU of the pods' links.
     pub fn pod_mtu(mut self, mtu: u32) -> Builder {
         self.settings.pod_mtu = mtu;
         self
     }
 
-    /// The nodes' `rp_filter`: 0 off, 1 strict, 2 loose.
+    /// Sets the nodes' `rp_filter`: 0 off, 1 strict, 2 loose.
     pub fn rp_filter(mut self, mode: u8) -> Builder {
         self.settings.rp_filter = mode;
         self
     }
 
-    /// Whether nodes masquerade their pods (default). Without it, leaks show the pod's own address.
+    /// Sets whether nodes masquerade their pods (default). Without it, leaked packets show the pod's own address.
     pub fn masquerade(mut self, on: bool) -> Builder {
         self.settings.masquerade = on;
         self
     }
 
-    /// Whether nodes also masquerade what their pods send to other nodes, as the bridge CNI does with `ipMasq`. Off by default.
+    /// Sets whether nodes also masquerade packets from their pods to other nodes, as the bridge CNI does with `ipMasq`. Off by default.
     pub fn masquerade_underlay(mut self, on: bool) -> Builder {
         self.settings.masquerade_underlay = on;
         self
     }
 
-    /// Zones given to the nodes in turn, as the label `topology.kubernetes.io/zone`.
+    /// Sets the zones that the nodes get in turn, as the label `topology.kubernetes.io/zone`.
     pub fn zones(mut self, zones: &[&str]) -> Builder {
         self.settings.zones = zones.iter().map(|&zone| zone.to_owned()).collect();
         self
     }
 
-    /// Links are like those between cards, as far as veths can be: frames have their checksums, one segment each and their VLAN tags,
-    /// and gateways' interfaces send what XDP programs redirect to them.
+    /// Makes links resemble those between network cards, as far as veths can: frames have their checksums, one segment
+    /// each and their VLAN tags, and gateways' interfaces send frames that XDP programs redirect to them.
     pub fn cards(mut self) -> Builder {
         self.settings.cards = true;
         self
     }
 
-    /// The interfaces of gateways are VLAN devices of one card. The other end of its link leads each VLAN to its segment.
+    /// Makes the interfaces of gateways VLAN devices of one card. The other end of its link leads each VLAN to its segment.
     pub fn vlan_devices(mut self) -> Builder {
         self.settings.vlan_devices = true;
         self
     }
 
-    /// No other test runs in parallel with this one: it makes so much load, or is so strict about time, that each would disturb
-    /// the other.
+    /// Runs no other test in parallel: this one generates so much load, or depends so much on timing, that they would
+    /// disturb each other.
     pub fn alone(mut self) -> Builder {
         self.settings.alone = true;
         self
     }
 
-    /// Makes the lab and runs a test in it, or records the test as skipped where there can be no lab. When the test fails, the error,
-    /// the ends of the processes' logs and the folder with everything else are shown, while the lab still exists. Panics if the test fails.
+    /// Builds the lab and runs a test in it, or records the test as skipped where no lab can run. If the test fails, prints the error, the
+    /// ends of the processes' logs and the path of the folder with everything else while the lab still exists, and panics.
     pub fn run(self, test: impl FnOnce(&mut Lab) -> Result<()>) {
         if let Some(reason) = skip::obstacle() {
-            // Each test has a thread of its own, which has its name.
+            // Each test has its own thread, which has the test's name.
             return skip::record(thread::current().name().unwrap_or("a test"), &reason);
         }
         let _share = machine::take(self.settings.alone).unwrap_or_else(|error| panic!("{error:?}"));
         let mut lab = self.build().unwrap_or_else(|error| panic!("the lab cannot be built: {error:?}"));
-        // Panicking here, not returning the error, lets the lab know that it is dropped because of a failure.
+        // A panic, unlike a returned error, lets the lab know that it is dropped because of a failure.
         test(&mut lab).unwrap_or_else(|error| panic!("{error:?}"));
     }
 
-    /// Makes the lab.
+    /// Builds the lab.
     pub fn build(self) -> Result<Lab> {
         let settings = self.settings;
         let mut scope = Scope::open()?;
@@ -239,7 +239,7 @@ fn make_bridges(underlay: &NetNs, external: &NetNs, router: &NetNs, settings: &L
             format!("link set {name} up"),
         ]
     };
-    // They are switches without netfilter, whatever the nodes' own bridges do.
+    // These bridges are switches without netfilter, whatever the nodes' own bridges do.
     for switch in [underlay, external] {
         for table in ["arptables", "iptables", "ip6tables"] {
             let sysctl = format!("net.bridge.bridge-nf-call-{table}");
@@ -260,24 +260,24 @@ fn is_missing(error: &anyhow::Error) -> bool {
     error.root_cause().downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
-/// A veth `interface` in `ns`, with its port in the bridge of `segment`.
+/// Returns the `ip` line for a veth `interface` in `ns`, with its port in the bridge of `segment`.
 fn plug(ns: &NetNs, interface: &str, mac: &str, segment: &NetNs, port: &str, mtu: u32) -> String {
     let (ns, segment) = (ns.name(), segment.name());
     let mac = if mac.is_empty() { String::new() } else { format!("address {mac} ") };
     format!("link add {interface} mtu {mtu} {mac}netns {ns} type veth peer name {port} mtu {mtu} netns {segment}")
 }
 
-/// The other end of the card that a gateway's interfaces are VLAN devices of, in the underlay's namespace.
+/// Returns the name of the other end of a gateway's card, in the underlay's namespace.
 fn trunk(node: &LabNode) -> String {
     format!("{}-{CARD}", node.name)
 }
 
-/// A card with the VLAN devices `eth0` and `ext0`, and those of the same VLANs at its other end, one in each segment's namespace.
+/// Creates a card with the VLAN devices `eth0` and `ext0`, and the matching devices at its other end, one in each segment's namespace.
 fn plug_vlans(node: &LabNode, [underlay, external]: [&NetNs; 2], settings: &LabSettings) -> Result<()> {
     let (trunk, mtu) = (trunk(node), settings.underlay_mtu.max(settings.external_mtu));
     underlay.ip(&[plug(&node.ns, CARD, "", underlay, &trunk, mtu), format!("link set {trunk} up")])?;
     node.ns.ip(&[format!("link set {CARD} up")])?;
-    // Both ports have one name: the one for the other namespace first, while there is none of that name in this one.
+    // Both ports have the same name. The port for the other namespace is created first, before the name is taken in this one.
     for (vlan, interface, address, segment, mtu) in [
         (200, "ext0", node.external_mac(), external, settings.external_mtu),
         (100, "eth0", node.underlay_mac(), underlay, settings.underlay_mtu),
@@ -291,7 +291,7 @@ fn plug_vlans(node: &LabNode, [underlay, external]: [&NetNs; 2], settings: &LabS
     Ok(())
 }
 
-/// Returns the ports in the underlay's, the external and the far bridge.
+/// Creates the links. Returns the ports of the underlay's, the external and the far bridge.
 fn make_links(
     nodes: &BTreeMap<String, LabNode>,
     servers: &BTreeMap<String, Server>,
@@ -337,7 +337,7 @@ fn make_links(
     Ok(ports.map(|(_, _, ports)| ports))
 }
 
-/// See [`Builder::cards`].
+/// Implements [`Builder::cards`].
 fn like_cards(
     segments: [&NetNs; 3],
     nodes: &BTreeMap<String, LabNode>,
@@ -388,7 +388,7 @@ fn set_up_server(server: &Server) -> Result<()> {
     server.ns.wait_addressed(&["eth0"])
 }
 
-/// The bridge `far` runs only if there is a server behind it.
+/// Sets up the router. The bridge `far` runs only if there is a server behind it.
 fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, LabNode>, far_runs: bool) -> Result<()> {
     let mut lines = Vec::new();
     for (interface, Dual { v4, v6 }) in
@@ -408,7 +408,7 @@ fn set_up_router(router: &NetNs, nodes: &BTreeMap<String, LabNode>, far_runs: bo
     router.wait_addressed(&["eth0", "ext0", "far"][..if far_runs { 3 } else { 2 }])
 }
 
-/// Runs all jobs at once and returns the first error.
+/// Runs all jobs concurrently and returns the first error.
 fn all(jobs: Vec<Box<dyn FnOnce() -> Result<()> + Send + '_>>) -> Result<()> {
     thread::scope(|scope| {
         let threads: Vec<_> = jobs.into_iter().map(|job| scope.spawn(job)).collect();

@@ -1,11 +1,11 @@
-//! Causes faults: links down, interfaces gone, nodes dead, nodes cut off.
+//! Causes faults: links down, interfaces gone, nodes dead or cut off.
 
 use anyhow::Result;
 
 use super::{Lab, Role};
 use crate::netns::NetNs;
 
-/// Without a carrier a gateway gives up after 0.15 s, not after 3 s as with [`ONE_SECOND`], the kernel's default.
+/// In milliseconds: without a carrier, a gateway gives up after 0.15 s, and after 3 s with [`ONE_SECOND`], the kernel's default.
 const GIVE_UP_SOON: &str = "50";
 const ONE_SECOND: &str = "1000";
 
@@ -19,8 +19,8 @@ pub enum Segment {
 }
 
 impl Lab {
-    /// The power fails: Spillway's processes of the node are killed and its ports go down on all segments, so that
-    /// nothing that its kernel still sends reaches anybody. The Node object stays as it is.
+    /// Simulates a power failure: kills the node's processes of Spillway and takes its ports down on all segments, so
+    /// that no packet that its kernel still sends arrives anywhere. The Node object stays as it is.
     pub fn kill_node(&mut self, name: &str) -> Result<()> {
         self.cut(name, Segment::Underlay)?;
         if self.node(name).role == Role::Gateway {
@@ -32,11 +32,11 @@ impl Lab {
         Ok(())
     }
 
-    /// The power is back: the ports come up, and the kernel has nothing left of Spillway, as after a reboot. [`Lab::start_agent`] starts
-    /// Spillway again.
+    /// Simulates the return of power: the ports come up, and no state of Spillway is left in the kernel, as after a
+    /// reboot. [`Lab::start_agent`] starts Spillway again.
     pub fn revive_node(&mut self, name: &str) -> Result<()> {
-        // With the old maps a gateway would be able until its deadline, and one port may come up a second after the
-        // other.
+        // With the old maps, the gateway would count as able until its deadline, and one port may come up a second
+        // after the other.
         self.clean_up(name)?;
         self.heal(name, Segment::Underlay)?;
         if self.node(name).role == Role::Gateway {
@@ -58,9 +58,9 @@ impl Lab {
         self.ask_neighbours_each(node, segment, ONE_SECOND)
     }
 
-    /// Sets how many milliseconds a gateway waits before it repeats a neighbour request at its uplink; after three it drops the packets
-    /// that wait for the answer. All nodes share one kernel here: the sender's TCP sees a packet that waits there, and does not retransmit
-    /// it.
+    /// Sets the interval in milliseconds at which a gateway repeats a neighbour request at its uplink; after three
+    /// requests it drops the packets queued for the answer. All nodes share one kernel here: the sender's TCP sees that
+    /// its packet is still queued, and does not retransmit it.
     fn ask_neighbours_each(&self, node: &str, segment: Segment, milliseconds: &str) -> Result<()> {
         match self.nodes.get(node) {
             Some(node) if node.external.is_some() && segment == Segment::External => {
@@ -71,7 +71,7 @@ impl Lab {
         }
     }
 
-    /// Lets the segment lose all frames from and to a node while its link stays up: only the silence shows it.
+    /// Makes the segment drop all frames from and to a node while its link stays up: only the silence reveals it.
     pub fn isolate(&self, node: &str, segment: Segment) -> Result<()> {
         self.segment(segment).nft(&format!(
             "table bridge isolate-{node} {{
@@ -80,30 +80,30 @@ impl Lab {
         ))
     }
 
-    /// Ends what [`Lab::isolate`] began.
+    /// Reverts [`Lab::isolate`].
     pub fn rejoin(&self, node: &str, segment: Segment) -> Result<()> {
         self.segment(segment).nft(&format!("delete table bridge isolate-{node}"))
     }
 
-    /// Makes the segment's switch a hub: it learns no addresses and floods each frame, like a switch that has lost its table, or whose
-    /// table is full.
+    /// Makes the segment's switch a hub: it learns no addresses and floods each frame, like a switch whose table is
+    /// lost or full.
     pub fn flood(&self, segment: Segment) -> Result<()> {
         self.segment(segment).ip(&["link set br0 type bridge ageing_time 0 fdb_flush".into()])
     }
 
-    /// Makes a node unable to reach the manifests directory, as when its path to the API server is cut.
+    /// Makes the manifests directory unreachable for a node, as when its path to the API server is cut.
     pub fn cut_store(&self, node: &str) -> Result<()> {
         self.store_link(node).map(drop)?;
         std::fs::remove_file(self.store_path(node))?;
         Ok(())
     }
 
-    /// Ends what [`Lab::cut_store`] began.
+    /// Reverts [`Lab::cut_store`].
     pub fn heal_store(&self, node: &str) -> Result<()> {
         self.store_link(node).map(drop)
     }
 
-    /// The namespace of a segment's bridge.
+    /// Returns the namespace of a segment's bridge.
     fn segment(&self, segment: Segment) -> &NetNs {
         match segment {
             Segment::Underlay => &self.underlay,

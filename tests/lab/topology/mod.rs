@@ -9,8 +9,8 @@
 //!                            far bridge - far1
 //! ```
 //!
-//! Workers reach the outside through the router and masquerade to their underlay address; gateways through `ext0`. The
-//! bridges live in namespaces of their own, in which each node's port has the node's name. Addresses: [`address`].
+//! Workers reach the outside through the router and masquerade to their underlay address; gateways reach it through `ext0`. The
+//! bridges are in separate namespaces, in which each node's port has the node's name. Addresses: [`address`].
 
 pub mod address;
 mod build;
@@ -50,7 +50,7 @@ pub struct Server {
     pub ips: Dual,
 }
 
-/// A whole lab. Dropping it ends its processes and removes everything it made.
+/// A lab. Dropping it ends its processes and removes everything that it created.
 #[derive(Debug)]
 pub struct Lab {
     settings: LabSettings,
@@ -68,67 +68,67 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// Starts the description of a lab; [`Builder::build`] makes it.
+    /// Starts the description of a lab; [`Builder::build`] builds it.
     pub fn builder() -> Builder {
         Builder::default()
     }
 
-    /// The lab's unique name.
+    /// Returns the lab's unique name.
     pub fn id(&self) -> &str {
         self.scope.id()
     }
 
-    /// The lab's folder: `manifests/`, `logs/`, `config/`.
+    /// Returns the lab's folder: `manifests/`, `logs/` and the configurations of processes.
     pub fn dir(&self) -> &Path {
         self.scope.dir()
     }
 
-    /// The manifests directory.
+    /// Returns the manifests directory.
     pub fn manifests(&self) -> &Manifests {
         &self.manifests
     }
 
-    /// Where `node` pins its BPF objects.
+    /// Returns the directory where `node` pins its BPF objects.
     pub fn bpffs(&self, node: &str) -> PathBuf {
         self.scope.bpffs(node)
     }
 
-    /// Where the pins of `node` are in it: `maps/NAME` and `links/PROGRAM-IFINDEX`.
+    /// Returns the directory with the current layout's pins of `node`: `maps/NAME` and `links/PROGRAM-IFINDEX`.
     pub fn pins(&self, node: &str) -> PathBuf {
         self.bpffs(node).join(LAYOUT)
     }
 
-    /// A node by its name. Panics if there is none, which is a mistake of the caller.
+    /// Returns a node by its name. Panics if it does not exist, which is a bug of the caller.
     pub fn node(&self, name: &str) -> &LabNode {
         self.nodes.get(name).unwrap_or_else(|| panic!("the lab has no node {name}, only {:?}", self.nodes.keys()))
     }
 
-    /// All nodes by name: `gw1..`, `worker1..`.
+    /// Returns all nodes, sorted by name: `gw1..`, `worker1..`.
     pub fn nodes(&self) -> impl Iterator<Item = &LabNode> {
         self.nodes.values()
     }
 
-    /// The gateways by name.
+    /// Returns the gateways, sorted by name.
     pub fn gateways(&self) -> impl Iterator<Item = &LabNode> {
         self.nodes().filter(|node| node.role == Role::Gateway)
     }
 
-    /// The workers by name.
+    /// Returns the workers, sorted by name.
     pub fn workers(&self) -> impl Iterator<Item = &LabNode> {
         self.nodes().filter(|node| node.role == Role::Worker)
     }
 
-    /// An outside server by its name: `server1..` on the external segment, `far1..` behind the router.
+    /// Returns an outside server by its name: `server1..` on the external segment, `far1..` behind the router.
     pub fn server(&self, name: &str) -> &Server {
         self.servers.get(name).unwrap_or_else(|| panic!("the lab has no server {name}, only {:?}", self.servers.keys()))
     }
 
-    /// A pod by `name` (of the namespace `default`) or `namespace/name`.
+    /// Returns a pod by `name` (in the namespace `default`) or `namespace/name`.
     pub fn pod(&self, key: &str) -> &Pod {
         self.pods.get(&full_key(key)).unwrap_or_else(|| panic!("the lab has no pod {key}, only {:?}", self.pods.keys()))
     }
 
-    /// All pods by `namespace/name`.
+    /// Returns all pods, sorted by `namespace/name`.
     pub fn pods(&self) -> impl Iterator<Item = &Pod> {
         self.pods.values()
     }
@@ -142,22 +142,22 @@ impl Lab {
         Ok((1..=count).map(address::crowd).collect())
     }
 
-    /// The namespace of the underlay's bridge `br0`; its ports are named after the nodes, and `router`.
+    /// Returns the namespace of the underlay's bridge `br0`. Its ports are named after the nodes, and `router`.
     pub fn underlay(&self) -> &NetNs {
         &self.underlay
     }
 
-    /// The namespace of the external bridge `br0`; its ports are named after gateways and servers, and `router`.
+    /// Returns the namespace of the external bridge `br0`. Its ports are named after gateways and servers, and `router`.
     pub fn external(&self) -> &NetNs {
         &self.external
     }
 
-    /// The router's namespace: `eth0` on the underlay, `ext0` on the external segment, the bridge `far`.
+    /// Returns the router's namespace: `eth0` on the underlay, `ext0` on the external segment, the bridge `far`.
     pub fn router(&self) -> &NetNs {
         &self.router
     }
 
-    /// A namespace of the lab without any link, made at the first call: for programs that need no network.
+    /// Returns a namespace of the lab without links, created at the first call: for programs that need no network.
     pub fn role_namespace(&mut self, role: &str) -> Result<NetNs> {
         NetNs::open(&format!("{}-{role}", self.id())).or_else(|_| self.scope.namespace(role))
     }
@@ -171,8 +171,7 @@ impl Lab {
         ns.wait_running(&["eth0"])
     }
 
-    /// Leaves the lab up when it is dropped, until [`crate::scope::remove_kept`] or a reboot: its processes continue,
-    /// too.
+    /// Leaves the lab and its processes running when it is dropped, until [`crate::scope::remove_kept`] or a reboot.
     pub fn keep(mut self) -> Result<()> {
         for process in self.processes.values_mut() {
             process.leave();
@@ -186,8 +185,8 @@ impl Lab {
     }
 
     /// Adds a pod in the order of a cluster: the Pod object, the link, the addresses in the Pod object. The pod's
-    /// namespace exists before its link does, so that [`Lab::prepare_pod`] and [`Lab::start_pod`] can be called
-    /// separately to let a process wait in it.
+    /// namespace exists before its link: a test can call [`Lab::prepare_pod`] and [`Lab::start_pod`] separately to make
+    /// a process wait in it.
     pub fn add_pod(&mut self, spec: PodSpec) -> Result<Pod> {
         let pod = self.prepare_pod(spec)?;
         self.start_pod(&pod.key())?;
@@ -250,7 +249,7 @@ impl Lab {
         self.manifests.pod(pod, true)
     }
 
-    /// Gives a pod other addresses on the link that it has, in its namespace, on its node and in its object.
+    /// Changes a pod's addresses on its existing link, in its namespace, on its node and in its object.
     pub fn readdress_pod(&mut self, key: &str, ips: Dual) -> Result<()> {
         let pod = self.pods.get_mut(&full_key(key)).with_context(|| format!("the lab has no pod {key}"))?;
         let node = self.nodes.get(&pod.node).with_context(|| format!("the lab has no node {}", pod.node))?;

@@ -8,12 +8,12 @@ use super::address::{self, Dual};
 use super::settings::LabSettings;
 use crate::netns::NetNs;
 
-/// What a node is for.
+/// The role of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Runs pods; its own default gateway is the router on the underlay.
     Worker,
-    /// Also has `ext0` on the external segment, and its default route there.
+    /// Also has `ext0` on the external segment, with its default route there.
     Gateway,
 }
 
@@ -39,12 +39,12 @@ pub struct LabNode {
 }
 
 impl LabNode {
-    /// The addresses that a server sees of this node's pods without a policy: masquerade uses the outgoing interface's.
+    /// Returns the addresses that a server sees for this node's pods without a policy: masquerading uses the outgoing interface's.
     pub fn masquerade(&self) -> Dual {
         self.external.unwrap_or(self.underlay)
     }
 
-    /// The interface of the default route.
+    /// Returns the interface of the default route.
     pub fn uplink(&self) -> &'static str {
         match self.role {
             Role::Worker => "eth0",
@@ -52,22 +52,22 @@ impl LabNode {
         }
     }
 
-    /// The number of the node in its segments' addresses and in its MAC addresses.
+    /// Returns the node's number in its segments' addresses and in its MAC addresses.
     fn number(&self) -> u8 {
         self.underlay.v4.octets()[3]
     }
 
-    /// The MAC address of `eth0`.
+    /// Returns the MAC address of `eth0`.
     pub fn underlay_mac(&self) -> [u8; 6] {
         [0x02, 0x57, 0, 0, 0, self.number()]
     }
 
-    /// The MAC address of `ext0`.
+    /// Returns the MAC address of `ext0`.
     pub fn external_mac(&self) -> [u8; 6] {
         [0x02, 0x57, 0, 0, 1, self.number()]
     }
 
-    /// Addresses, routes to the other nodes' pods, forwarding and masquerade, once the links exist.
+    /// Sets up addresses, routes to the other nodes' pods, forwarding and masquerading, once the links exist.
     pub(super) fn set_up(&self, others: &BTreeMap<String, LabNode>, settings: &LabSettings) -> Result<()> {
         let mut ip = vec![
             format!("addr add {}/24 dev eth0", self.underlay.v4),
@@ -99,7 +99,7 @@ impl LabNode {
     }
 }
 
-/// `underlay`: also towards other nodes.
+/// Returns the masquerading rules; with `underlay`, they also apply to packets to other nodes.
 fn masquerade(underlay: bool) -> String {
     let ([pods4, pods6], [under4, under6]) = (address::PODS, address::UNDERLAY);
     let (but4, but6) = if underlay {

@@ -1,4 +1,4 @@
-//! Pods as namespaces of their own, wired to their node in the two ways of CNIs.
+//! Pods as network namespaces, connected to their node in the two ways of CNIs.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use super::address::Dual;
 use super::node::LabNode;
 use crate::netns::NetNs;
 
-/// How a CNI wires a pod to its node.
+/// The way in which a CNI connects a pod to its node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cni {
     /// Calico's way: a veth without an address on the host's side, host routes, next hops 169.254.1.1 (proxy ARP) and
@@ -19,11 +19,11 @@ pub enum Cni {
 }
 
 impl Cni {
-    /// Both, for loops.
+    /// Both ways, for loops.
     pub const BOTH: [Cni; 2] = [Cni::PointToPoint, Cni::Bridge];
 }
 
-/// A pod to be added.
+/// The description of a pod to add.
 #[derive(Clone, Debug)]
 pub struct PodSpec {
     pub(super) name: String,
@@ -35,7 +35,7 @@ pub struct PodSpec {
 }
 
 impl PodSpec {
-    /// A pod of the namespace `default` on `node`, without labels, with the next free addresses and the lab's CNI.
+    /// Describes a pod of the namespace `default` on `node`, without labels, with the next free addresses and the lab's CNI.
     pub fn new(name: &str, node: &str) -> PodSpec {
         PodSpec {
             name: name.to_owned(),
@@ -47,7 +47,7 @@ impl PodSpec {
         }
     }
 
-    /// Puts the pod into another namespace. Its Namespace object must have been written ([`super::Lab::add_namespace`]).
+    /// Puts the pod into another namespace, whose Namespace object must exist ([`super::Lab::add_namespace`]).
     pub fn namespace(mut self, namespace: &str) -> PodSpec {
         self.namespace = namespace.to_owned();
         self
@@ -59,7 +59,7 @@ impl PodSpec {
         self
     }
 
-    /// Wires this pod differently from the lab's default.
+    /// Connects this pod differently from the lab's default.
     pub fn cni(mut self, cni: Cni) -> PodSpec {
         self.cni = Some(cni);
         self
@@ -72,7 +72,7 @@ impl PodSpec {
     }
 }
 
-/// A pod of the lab. A copy of its state when it was returned.
+/// A copy of the state of a pod of the lab.
 #[derive(Clone, Debug)]
 pub struct Pod {
     /// Its name.
@@ -85,7 +85,7 @@ pub struct Pod {
     pub node: String,
     /// Its labels.
     pub labels: BTreeMap<String, String>,
-    /// How it is wired.
+    /// The way in which it is connected.
     pub cni: Cni,
     /// Its addresses.
     pub ips: Dual,
@@ -100,12 +100,12 @@ const POINT_TO_POINT_V4: &str = "169.254.1.1";
 const POINT_TO_POINT_V6: &str = "fe80::ecee:eeff:feee:eeee";
 
 impl Pod {
-    /// `namespace/name`.
+    /// Returns `namespace/name`.
     pub fn key(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    /// Makes the pod's link and routes. The pod can send as soon as this returns.
+    /// Creates the pod's link and routes. The pod can send as soon as this returns.
     pub(super) fn attach(&self, node: &LabNode, mtu: u32) -> Result<()> {
         let host = &self.host_interface;
         let mac = match self.cni {
@@ -127,7 +127,7 @@ impl Pod {
         }
         self.add_routes_on(node)?;
         self.ns.ip(&["link set eth0 up".to_owned()])?;
-        // The pod gets addresses last, so that its next hop is ready for its first packet.
+        // The pod gets its addresses last, so that its next hop is ready for its first packet.
         self.ns.wait_addressed(&["eth0"])?;
         node.ns.wait_running(&[host])?;
         match self.cni {
@@ -170,12 +170,12 @@ impl Pod {
         })
     }
 
-    /// Removes the link, on both sides.
+    /// Removes both ends of the link.
     pub(super) fn detach(&self, node: &LabNode) -> Result<()> {
         node.ns.ip(&[format!("link del {}", self.host_interface)])
     }
 
-    /// Gives the pod other addresses on the same link.
+    /// Changes the pod's addresses on the same link.
     pub(super) fn readdress(&mut self, node: &LabNode, ips: Dual) -> Result<()> {
         if self.cni == Cni::PointToPoint {
             node.ns.ip(&[
@@ -192,7 +192,7 @@ impl Pod {
     }
 }
 
-/// The bridge of the nodes whose CNI is [`Cni::Bridge`].
+/// Creates the bridge on a node whose CNI is [`Cni::Bridge`].
 pub(super) fn make_bridge(node: &LabNode, mtu: u32) -> Result<()> {
     let gateway = super::address::pod(node.index, 1);
     node.ns.ip(&[

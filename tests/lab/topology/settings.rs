@@ -1,11 +1,11 @@
-//! What can be chosen about a lab before it is built.
+//! Settings of a lab before it is built.
 
 use super::pod::Cni;
 
-/// Names the setting `xdp` of all agents whose configuration does not, and makes all links like those between cards.
+/// The environment variable that sets `xdp` for all agents whose configuration does not, and implies [`super::Builder::cards`].
 pub(crate) const XDP: &str = "SPILLWAY_TEST_XDP";
 
-/// A lab's shape. Made by [`super::Builder`].
+/// A lab's settings, chosen by [`super::Builder`].
 #[derive(Clone, Debug)]
 pub struct LabSettings {
     pub(super) workers: u8,

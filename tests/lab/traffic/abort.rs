@@ -1,4 +1,4 @@
-//! Connections that their server aborts.
+//! Connections that the server aborts.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -11,11 +11,11 @@ use super::ping::set_int;
 use super::wire::{bind, reset_on_close};
 use crate::netns::NetNs;
 
-/// How long either end waits for the other.
+/// The time that either end waits for the other.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Opens a connection from `client` to `target` in `server`, which sends a byte and a reset right after it, before the client acknowledges
-/// the byte. Returns the client's address and port.
+/// Opens a connection from `client` to `target` in `server`. The server sends a byte and then immediately a reset,
+/// before the client acknowledges the byte. Returns the client's address and port.
 pub fn reset_behind_data(client: &NetNs, server: &NetNs, target: SocketAddr) -> Result<SocketAddr> {
     let listener = server.run(|| bind(target, std::net::TcpListener::bind))?;
     let mut near = client.run(|| Ok(TcpStream::connect_timeout(&target, TIMEOUT)?))?;

@@ -1,6 +1,6 @@
 //! UDP at the highest rate of one processor: `sendmmsg` from one thread, counted at the receiver.
 //!
-//! The receiver's socket drops everything in a filter and counts what it dropped, so that the count costs only the path
+//! A filter of the receiver's socket drops every datagram and counts the drops, so that the count costs only the path
 //! to the socket. Between network namespaces the whole path of a packet runs on the sender's processor, in the sender's
 //! system call or in `ksoftirqd`; [`BlastReport::cpu`] includes both.
 
@@ -15,25 +15,25 @@ use super::cpu::SoftirqClock;
 use super::wire::bind;
 use crate::netns::NetNs;
 
-/// Datagrams in one system call.
+/// The number of datagrams in one system call.
 const BATCH: usize = 64;
-/// The index of the number of drops in `SO_MEMINFO` (linux/sock_diag.h).
+/// The index of the drop counter in `SO_MEMINFO` (linux/sock_diag.h).
 const SK_MEMINFO_DROPS: usize = 8;
 const SK_MEMINFO_VARS: usize = 9;
 
-/// A receiver that counts.
+/// A receiver that counts datagrams.
 #[derive(Debug)]
 pub struct UdpSink {
     socket: UdpSocket,
 }
 
 impl UdpSink {
-    /// Receives at `address` as soon as this returns; an unspecified address stands for all of the namespace.
+    /// Opens a receiver at `address`; an unspecified address stands for all addresses of the namespace.
     pub fn start(ns: &NetNs, address: SocketAddr) -> Result<UdpSink> {
         let socket = ns.run(|| bind(address, UdpSocket::bind))?;
         let mut nothing = libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: 0 };
         let program = libc::sock_fprog { len: 1, filter: &raw mut nothing };
-        // SAFETY: the pointer is to a live program of one instruction, and its size is right.
+        // SAFETY: the pointer points to a live program of one instruction, and its size is right.
         let result = unsafe {
             libc::setsockopt(
                 socket.as_raw_fd(),
@@ -49,11 +49,11 @@ impl UdpSink {
         Ok(UdpSink { socket })
     }
 
-    /// How many datagrams have arrived, modulo 2^32.
+    /// Returns the number of datagrams that have arrived, modulo 2^32.
     pub fn count(&self) -> Result<u32> {
         let mut words = [0u32; SK_MEMINFO_VARS];
         let mut size = size_of_val(&words) as libc::socklen_t;
-        // SAFETY: the pointers are to live variables, and `size` is the size of the first one.
+        // SAFETY: the pointers point to live variables, and `size` is the size of `words`.
         let result = unsafe {
             libc::getsockopt(
                 self.socket.as_raw_fd(),
@@ -70,32 +70,32 @@ impl UdpSink {
     }
 }
 
-/// What one run did.
+/// The results of one run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BlastReport {
     /// Datagrams that were sent.
     pub sent: u64,
     /// Datagrams that arrived.
     pub received: u64,
-    /// How long it took.
+    /// The duration of the run.
     pub elapsed: Duration,
-    /// What it cost: the sender's thread, and the threads that do the kernel's deferred work.
+    /// The CPU time of the sender's thread and of the threads that do the kernel's deferred work.
     pub cpu: Duration,
 }
 
 impl BlastReport {
-    /// Datagrams per second at the receiver.
+    /// Returns datagrams per second at the receiver.
     pub fn per_second(&self) -> f64 {
         self.received as f64 / self.elapsed.as_secs_f64().max(1e-9)
     }
 
-    /// Seconds of CPU time for each datagram that arrived.
+    /// Returns the CPU time per received datagram, in seconds.
     pub fn cpu_per_packet(&self) -> f64 {
         self.cpu.as_secs_f64() / (self.received as f64).max(1.0)
     }
 }
 
-/// Sockets that send to every target: a flow for each pair of both.
+/// A set of sockets, each of which sends to every target: each pair is a flow.
 #[derive(Debug)]
 pub struct Blaster {
     sockets: Vec<UdpSocket>,
@@ -125,12 +125,12 @@ impl Blaster {
         Ok(Blaster { sockets, targets, payload: vec![0x42; size], next: 0 })
     }
 
-    /// How many flows there are.
+    /// Returns the number of flows.
     pub fn flows(&self) -> usize {
         self.sockets.len() * self.targets.len()
     }
 
-    /// The address of the first socket.
+    /// Returns the address of the first socket.
     pub fn local(&self) -> Result<SocketAddr> {
         self.sockets[0].local_addr().context("a socket without an address")
     }
@@ -164,7 +164,7 @@ impl Blaster {
         Ok(BlastReport { sent, received: u64::from(sink.count()?.wrapping_sub(before.0)), elapsed, cpu })
     }
 
-    /// One system call.
+    /// Sends one batch with one system call, and returns how many datagrams it sent.
     fn step(&mut self) -> Result<u64> {
         let chunks = self.targets.len().div_ceil(BATCH);
         let at = self.next % (self.sockets.len() * chunks);
@@ -191,7 +191,7 @@ impl Blaster {
             _ => {
                 let error = std::io::Error::last_os_error();
                 match error.raw_os_error() {
-                    // An earlier datagram may have been answered by an ICMP error, which is reported here.
+                    // An ICMP error in answer to an earlier datagram is reported here.
                     Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENOBUFS | libc::EAGAIN | libc::EINTR) => Ok(0),
                     _ => Err(error).context("sendmmsg"),
                 }

@@ -12,11 +12,11 @@ use super::wire::{listen, wait_readable};
 use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 
-/// Bytes per system call.
+/// The number of bytes per system call.
 const CHUNK: usize = 128 << 10;
-/// A transfer that makes no progress for this long has failed.
+/// The time without progress after which a transfer has failed.
 const STALLED: Duration = Duration::from_secs(10);
-/// After that, a transfer slower than this (bytes per second) has failed: it retransmits every segment.
+/// The speed in bytes per second below which a transfer has failed after that time: it retransmits every segment.
 const CRAWL: f64 = 100_000.0;
 
 /// The direction of the bytes.
@@ -33,16 +33,16 @@ pub enum Direction {
 pub struct BulkReport {
     /// Bytes of payload, all of which arrived.
     pub bytes: u64,
-    /// From the first byte sent until the receiver had the last one.
+    /// The time from the first byte sent until the receiver had the last byte.
     pub elapsed: Duration,
-    /// Segments that the sender retransmitted.
+    /// The number of segments that the sender retransmitted.
     pub retransmitted: u32,
-    /// The largest segment that the sender used.
+    /// The size of the largest segment that the sender used.
     pub segment: u32,
 }
 
 impl BulkReport {
-    /// Bits per second.
+    /// Returns bits per second.
     pub fn bits_per_second(&self) -> f64 {
         self.bytes as f64 * 8.0 / self.elapsed.as_secs_f64().max(1e-9)
     }
@@ -63,7 +63,7 @@ impl BulkServer {
     }
 }
 
-/// Transfers `bytes` between `ns` and a [`BulkServer`], and waits for the end.
+/// Transfers `bytes` between `ns` and a [`BulkServer`], and waits until all have arrived.
 pub fn bulk(ns: &NetNs, target: SocketAddr, direction: Direction, bytes: u64) -> Result<BulkReport> {
     ns.run(|| {
         let mut stream =
@@ -145,7 +145,7 @@ fn send(stream: &mut TcpStream, bytes: u64) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Reads up to `limit` bytes or to the end, and returns how many there were.
+/// Reads up to `limit` bytes or to the end, and returns the number of bytes read.
 fn drain(stream: &mut TcpStream, limit: u64) -> std::io::Result<u64> {
     let mut chunk = vec![0; CHUNK];
     let (mut total, start) = (0, Instant::now());
@@ -168,12 +168,12 @@ fn check_pace(start: Instant, done: u64) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Retransmitted segments and the largest segment's size.
+/// Returns the number of retransmitted segments and the size of the largest segment.
 fn tcp_info(stream: &TcpStream) -> Result<(u32, u32)> {
     // SAFETY: all zero bytes are a valid tcp_info.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut size = size_of::<libc::tcp_info>() as libc::socklen_t;
-    // SAFETY: the pointers are to live variables, and `size` is the size of the first one's.
+    // SAFETY: the pointers point to live variables, and `size` is the size of `info`.
     let result = unsafe {
         libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut size)
     };

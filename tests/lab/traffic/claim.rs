@@ -1,4 +1,4 @@
-//! A host that claims an address (gratuitous ARP, or an unsolicited Neighbor Advertisement), and one that requests addresses.
+//! Hosts that claim an address (gratuitous ARP, or an unsolicited Neighbor Advertisement) or request addresses.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
@@ -11,7 +11,7 @@ use etherparse::{EtherType, Ethernet2Header, Icmpv6Header, Icmpv6Type, IpNumber,
 use crate::background::Background;
 use crate::netns::NetNs;
 
-/// Sends one claim out of `interface`, to all hosts of its segment.
+/// Sends one claim out of `interface` to all hosts of its segment.
 pub fn send_claim(ns: &NetNs, interface: &str, address: IpAddr, mac: [u8; 6]) -> Result<()> {
     let frame = match address {
         IpAddr::V4(v4) => {
@@ -46,14 +46,14 @@ pub fn send_claim(ns: &NetNs, interface: &str, address: IpAddr, mac: [u8; 6]) ->
     ns.run(|| send_frame(index, &frame).with_context(|| format!("cannot claim {address}")))
 }
 
-/// A host that repeatedly asks by ARP who has some addresses, until it is dropped.
+/// A host that repeatedly sends ARP requests for some addresses, until it is dropped.
 #[derive(Debug)]
 pub struct Asker {
     _thread: Background,
 }
 
 impl Asker {
-    /// Asks through `interface` of `ns` once every `interval` for each of `addresses`, as the owner of `own`.
+    /// Requests each of `addresses` every `interval` through `interface` of `ns`, with the sender address `own`.
     pub fn start(
         ns: &NetNs,
         interface: &str,
@@ -65,7 +65,7 @@ impl Asker {
         let mac = ns.mac(interface)?;
         let header = ethernet(mac, [0xff; 6], EtherType::ARP);
         let frame = |address: &Ipv4Addr| {
-            // RFC 826: Ethernet, IPv4, lengths, request; who asks, and for what.
+            // RFC 826: Ethernet, IPv4, lengths, request; the sender, and the requested address.
             let body = [&[0, 1, 8, 0, 6, 4, 0, 1][..], &mac, &own.octets(), &[0; 6], &address.octets()].concat();
             [&header[..], &body].concat()
         };
@@ -91,7 +91,7 @@ pub(super) fn send_frame(index: u32, frame: &[u8]) -> io::Result<()> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: fd is open and owned by nobody else.
+    // SAFETY: fd is open, and nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: all zeros is a valid sockaddr_ll.
     let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };

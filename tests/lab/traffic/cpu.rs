@@ -1,5 +1,5 @@
-//! The CPU time that a load causes: the calling thread's, and that of the threads that do the kernel's deferred work. Also
-//! sets which processor a load runs on.
+//! Measures the CPU time of a load: that of the calling thread, and that of the threads that do the kernel's deferred
+//! work. Also chooses the processor that a load runs on.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,13 +11,13 @@ use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 
-/// The CPU time that the calling thread has used, with what interrupts charged to it.
+/// Returns the CPU time of the calling thread, including interrupts charged to it.
 pub fn this_thread() -> Result<Duration> {
     Ok(Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)?))
 }
 
-/// Runs `work` on processor number `cpu`, with the threads and processes that it starts; on any if there is no such
-/// processor.
+/// Runs `work`, and the threads and processes that it starts, on processor `cpu`, or on any processor if `cpu` does not
+/// exist.
 pub fn on_cpu<T>(cpu: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let this = Pid::from_raw(0);
     let before = sched_getaffinity(this).context("cannot read the processors of this thread")?;
@@ -32,7 +32,7 @@ pub fn on_cpu<T>(cpu: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
     outcome
 }
 
-/// Runs `work`, and the threads and processes that it starts, with another priority: below 0 is higher than others.
+/// Runs `work`, and the threads and processes that it starts, with a nice value: below 0 is a higher priority.
 pub fn with_nice<T>(nice: i32, work: impl FnOnce() -> Result<T>) -> Result<T> {
     set_nice(nice)?;
     let outcome = work();
@@ -40,14 +40,14 @@ pub fn with_nice<T>(nice: i32, work: impl FnOnce() -> Result<T>) -> Result<T> {
     outcome
 }
 
-/// Linux takes a thread's id here; 0 is the calling thread.
+/// Sets the nice value of the calling thread: Linux takes a thread's id here, and 0 is the caller.
 fn set_nice(nice: i32) -> Result<()> {
     // SAFETY: numbers only.
     let set = unsafe { nix::libc::setpriority(nix::libc::PRIO_PROCESS, 0, nice) };
     Errno::result(set).with_context(|| format!("cannot set the priority {nice}")).map(drop)
 }
 
-/// A stopwatch over all `ksoftirqd`.
+/// A stopwatch for the CPU time of all `ksoftirqd` threads.
 #[derive(Debug)]
 pub struct SoftirqClock {
     files: Vec<PathBuf>,
@@ -55,12 +55,12 @@ pub struct SoftirqClock {
 }
 
 impl SoftirqClock {
-    /// Starts the watch.
+    /// Starts the stopwatch.
     pub fn start() -> Result<SoftirqClock> {
         let mut files = Vec::new();
         for entry in fs::read_dir("/proc")? {
             let path = entry?.path();
-            // A process that has ended meanwhile has no name.
+            // The name of a process that has ended meanwhile cannot be read.
             let name = fs::read_to_string(path.join("comm")).unwrap_or_default();
             if name.starts_with("ksoftirqd/") {
                 files.push(path.join("schedstat"));
@@ -71,7 +71,7 @@ impl SoftirqClock {
         Ok(clock)
     }
 
-    /// What they have used since the start.
+    /// Returns the CPU time that they have used since the start.
     pub fn elapsed(&self) -> Result<Duration> {
         Ok(self.total()?.saturating_sub(self.start))
     }

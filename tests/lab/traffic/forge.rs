@@ -1,4 +1,4 @@
-//! Packets made by hand, one at a time: with chosen ports, without sockets behind them, or inside a tunnel's headers.
+//! Forged packets, one at a time: with chosen ports, without sockets behind them, or inside a tunnel's headers.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::AsRawFd;
@@ -13,19 +13,19 @@ use crate::netns::NetNs;
 
 /// The tunnel's UDP port, as in ARCHITECTURE.md.
 pub const TUNNEL_PORT: u16 = 8473;
-/// Its network identifier of packets to the outside.
+/// The tunnel's network identifier for packets to the outside.
 pub const FORWARD: u32 = 0x53_5001;
-/// Its network identifier of replies.
+/// The tunnel's network identifier for replies.
 pub const REPLY: u32 = 0x53_5002;
 
-/// What a forged packet is.
+/// The kind of a forged packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
     /// A UDP datagram.
     Udp,
     /// The first segment of a TCP connection.
     Syn,
-    /// The answer to it.
+    /// The answer to a SYN.
     SynAck,
     /// A segment with data.
     Segment,
@@ -33,7 +33,7 @@ pub enum Protocol {
     Reset,
 }
 
-/// The bytes of one IP packet.
+/// Builds the bytes of one IP packet.
 fn packet(protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<Vec<u8>> {
     const TTL: u8 = 64;
     let (from, to) = (source.port(), target.port());
@@ -77,8 +77,8 @@ fn send_raw(ns: &NetNs, target: IpAddr, packets: impl Iterator<Item = Result<Vec
     })
 }
 
-/// Sends a pod's or host's ICMP error "port unreachable" about a datagram from `about.0` to `about.1`, with a payload of its own after
-/// what it quotes.
+/// Sends a pod's or host's ICMP error "port unreachable" about a datagram from `about.0` to `about.1`. The error quotes
+/// the whole datagram, including its payload.
 pub fn send_error(ns: &NetNs, source: IpAddr, target: IpAddr, about: (SocketAddr, SocketAddr)) -> Result<()> {
     const TTL: u8 = 64;
     let quote = packet(Protocol::Udp, about.0, about.1)?;
@@ -97,7 +97,7 @@ pub fn send_error(ns: &NetNs, source: IpAddr, target: IpAddr, about: (SocketAddr
     send_raw(ns, target, [Ok(bytes)].into_iter())
 }
 
-/// Sends one UDP datagram out of `interface` to the MAC address `to`, in a frame with the tag of this VLAN.
+/// Sends one UDP datagram out of `interface` to the MAC address `to`, in a frame with this VLAN's tag.
 pub fn send_tagged(
     ns: &NetNs,
     interface: &str,
@@ -135,7 +135,7 @@ pub fn send_vxlan(
     })
 }
 
-/// [`send_vxlan`] through a raw socket, from any address and port.
+/// Like [`send_vxlan`], but through a raw socket, from any address and port.
 pub fn send_vxlan_from(
     ns: &NetNs,
     from: SocketAddr,
@@ -152,12 +152,12 @@ pub fn send_vxlan_from(
     send_raw(ns, device.ip(), [Ok(bytes)].into_iter())
 }
 
-/// A packet in VXLAN and inner Ethernet headers.
+/// Builds a packet in VXLAN and inner Ethernet headers.
 fn encapsulated(network: u32, protocol: Protocol, source: SocketAddr, target: SocketAddr) -> Result<Vec<u8>> {
     // RFC 7348, section 5: the flag "network identifier is valid", 24 bits reserved, the identifier, 8 bits reserved.
     let header = [&[0x08, 0, 0, 0][..], &(network << 8).to_be_bytes()].concat();
     let ether_type: [u8; 2] = if source.is_ipv4() { [0x08, 0x00] } else { [0x86, 0xdd] };
-    // Any MAC addresses but the receiving device's own as the source.
+    // Any MAC addresses will do, but the source must not be the receiving device's own.
     let macs = [0x02, 0x53, 0x57, 0, 0, 2, 0x02, 0x53, 0x57, 0, 0, 1];
     Ok([&header, &macs[..], &ether_type, &packet(protocol, source, target)?].concat())
 }

@@ -12,12 +12,12 @@ use super::next_id;
 use super::wire::Record;
 use crate::netns::NetNs;
 
-/// In which order the fragments of a datagram are sent.
+/// The order in which the fragments of a datagram are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FragmentOrder {
     /// First to last.
     InOrder,
-    /// Last to first: those without ports come first.
+    /// Last to first: the fragments without ports come first.
     Reversed,
     /// All but the last.
     Incomplete,
@@ -51,7 +51,7 @@ pub fn send_fragments(
     })
 }
 
-/// A raw socket that accepts whole IP packets.
+/// Opens a raw socket that sends whole IP packets.
 pub(super) fn packet_socket(target: IpAddr) -> Result<OwnedFd> {
     let family = if target.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
     // SAFETY: plain system call; the result is checked before it is owned.
@@ -59,7 +59,7 @@ pub(super) fn packet_socket(target: IpAddr) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error()).context("cannot open a raw socket");
     }
-    // SAFETY: fd is open and owned by nobody else.
+    // SAFETY: fd is open, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

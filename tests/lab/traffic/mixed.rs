@@ -1,4 +1,4 @@
-//! The load while something fails: streams, datagrams and new connections, in both families.
+//! The load during a failure: streams, datagrams and new connections, in both families.
 
 use std::time::Duration;
 
@@ -18,12 +18,12 @@ const DATAGRAMS: u16 = 82;
 const STREAM_COUNT: usize = 50;
 const DATAGRAM_FLOWS: usize = 4;
 const NEW_PER_SECOND: u32 = 50;
-/// More than are opened while a SYN is retransmitted for seconds.
+/// More than the connections opened while a SYN is retransmitted for seconds.
 const NEW_AT_ONCE: usize = 1000;
 const GIVE_UP: Duration = Duration::from_secs(5);
 
-/// The load of some pods towards one server. Two pods have 200 streams, 16 flows of one datagram every 5 ms and 200 new connections per
-/// second.
+/// The load of some pods towards one server. Two pods have 200 streams, 16 flows with one datagram every 5 ms each, and
+/// 200 new connections per second.
 #[derive(Debug)]
 pub struct Mixed {
     pods: Vec<NetNs>,
@@ -37,14 +37,14 @@ pub struct Mixed {
 /// The longest pauses, including current ones.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pauses {
-    /// Between two answers to the datagrams of a flow.
+    /// The longest time between two answers to the datagrams of a flow.
     pub datagrams: Duration,
-    /// Between two arrivals on a stream, at either end.
+    /// The longest time between two arrivals on a stream, at either end.
     pub streams: Duration,
 }
 
 impl Mixed {
-    /// Starts it, and waits until all of it makes progress.
+    /// Starts the load and waits until all of it makes progress.
     pub fn start(pods: &[NetNs], server: &Server, patience: Duration) -> Result<Mixed> {
         let streams = TcpServer::start(&server.ns, &server.ips.both(STREAMS), ServerMode::Stream)?;
         let echo = TcpServer::start(&server.ns, &server.ips.both(NEW), ServerMode::Echo)?;
@@ -70,12 +70,12 @@ impl Mixed {
         Ok(load)
     }
 
-    /// The namespaces of the pods that it comes from.
+    /// Returns the namespaces of the pods that it comes from.
     pub fn pods(&self) -> &[NetNs] {
         &self.pods
     }
 
-    /// Starts measuring pauses anew.
+    /// Restarts the measurement of pauses.
     pub fn reset_pauses(&self) {
         self.streams.reset_pauses();
         self.clients.iter().for_each(|clients| clients.reset_pauses());
@@ -89,7 +89,7 @@ impl Mixed {
         self.questions.iter().try_for_each(|questions| questions.wait_progress(3, patience))
     }
 
-    /// The longest pauses.
+    /// Returns the longest pauses.
     pub fn pauses(&self) -> Pauses {
         let clients = self.clients.iter().flat_map(|clients| clients.connections());
         let streams = clients.chain(self.streams.connections()).map(|one| one.pause());
@@ -97,17 +97,17 @@ impl Mixed {
         Pauses { datagrams: datagrams.max().unwrap_or_default(), streams: streams.max().unwrap_or_default() }
     }
 
-    /// Waits until each datagram so far is answered; an error if one was lost.
+    /// Waits until each datagram so far is answered. Fails if one was lost.
     pub fn all_answered(&self) -> Result<()> {
         self.questions.iter().try_for_each(|questions| questions.all_answered().map(drop))
     }
 
-    /// How many SYNs the pods have retransmitted so far.
+    /// Returns the number of SYNs that the pods have retransmitted so far.
     pub fn syns_repeated(&self) -> Result<u64> {
         self.pods.iter().map(syns_repeated).sum()
     }
 
-    /// How many streams, and flows of datagrams, are broken: closed, with wrong content, or without an arrival for as long as `silent`.
+    /// Returns the number of streams that are closed, corrupt or without an arrival for `silent`, and of such datagram flows.
     pub fn broken(&self, silent: Duration) -> [usize; 2] {
         let stream = |one: &ConnectionReport| !one.intact() || one.last_arrival.elapsed() > silent;
         let flow = |one: &UdpFlowReport| one.last_arrival.elapsed() > silent;
@@ -115,7 +115,7 @@ impl Mixed {
         [streams, self.questions.iter().flat_map(UdpClients::flows).filter(flow).count()]
     }
 
-    /// Ends it. Returns the results of the new connections of each pod and family, and of all streams.
+    /// Ends the load. Returns the results of the new connections of each pod and family, and of all streams.
     pub fn finish(self) -> Result<(Vec<RateReport>, Vec<ConnectionReport>)> {
         let rates = self.rates.into_iter().map(RunningRate::finish).collect::<Result<_>>()?;
         let streams = self.clients.into_iter().map(TcpClients::close).collect::<Result<Vec<_>>>()?;

@@ -1,8 +1,8 @@
-//! Traffic between pods and the outside, made in threads inside the namespaces, with results as structs.
+//! Traffic between pods and the outside, generated in threads inside the namespaces, with results as structs.
 //!
-//! Everything that is sent consists of records of 16 bytes (a flow's id, a sequence number, both big endian), so that
-//! both ends notice what is missing or foreign, and a server knows which flow has which source address. Ids are unique
-//! in the process.
+//! Most traffic consists of records of 16 bytes (a flow's id, a sequence number, both big endian), so that both ends
+//! detect missing and foreign data, and a server knows which flow has which source address. Ids are unique in the
+//! process.
 
 pub mod abort;
 pub mod blast;

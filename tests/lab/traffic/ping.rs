@@ -13,16 +13,16 @@ use nix::sys::socket::{SockaddrStorage, sendto, setsockopt, sockopt};
 
 use crate::netns::NetNs;
 
-/// What to ping, and how.
+/// The options of a ping.
 #[derive(Clone, Debug)]
 pub struct Ping {
-    /// How many requests, one after the other.
+    /// The number of requests, sent sequentially.
     pub count: u16,
-    /// How long to wait for each reply.
+    /// The time to wait for each reply.
     pub timeout: Duration,
-    /// Bytes after the ICMP header.
+    /// The number of bytes after the ICMP header.
     pub size: usize,
-    /// Whether routers must not fragment (for IPv6 they never do; then the sender must not either).
+    /// Whether packets must not be fragmented: by routers over IPv4, by the sender over IPv6, whose routers never do.
     pub dont_fragment: bool,
     /// The time to live, or hop limit.
     pub ttl: u8,
@@ -36,18 +36,18 @@ impl Default for Ping {
     }
 }
 
-/// What came back.
+/// The results of a ping.
 #[derive(Clone, Debug, Default)]
 pub struct PingReport {
     /// Requests sent.
     pub sent: u16,
     /// Replies with the right content, with their senders and round-trip times.
     pub replies: Vec<(IpAddr, Duration)>,
-    /// ICMP errors, as etherparse names them, and who sent them.
+    /// ICMP errors, as etherparse names them, with their senders.
     pub errors: Vec<(IpAddr, String)>,
-    /// The MTU that an error reported, if one did.
+    /// The MTU that an error reported, if any.
     pub mtu: Option<u32>,
-    /// Errors of the socket: for example EMSGSIZE if the packet exceeds the path MTU that is already known.
+    /// Errors of the socket: for example EMSGSIZE if the packet exceeds the MTU of its interface.
     pub refused: Vec<String>,
 }
 
@@ -93,7 +93,7 @@ fn raw_socket(target: IpAddr, ping: &Ping) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error()).context("cannot open a raw socket");
     }
-    // SAFETY: fd is open and owned by nobody else.
+    // SAFETY: fd is open, and nothing else owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     setsockopt(&socket, sockopt::ReceiveTimeout, &nix::sys::time::TimeVal::new(0, 20_000))?;
     match target {
@@ -139,7 +139,7 @@ fn request(target: IpAddr, echo: IcmpEchoHeader, payload: &[u8]) -> Result<Vec<u
     Ok(bytes)
 }
 
-/// What a received packet means for the request that is waiting.
+/// The meaning of a received packet for the pending request.
 enum PingAnswer {
     Reply,
     Error { text: String, mtu: Option<u32> },
@@ -231,7 +231,7 @@ fn read_v6(message: &[u8], echo: IcmpEchoHeader, payload: &[u8]) -> PingAnswer {
     }
 }
 
-/// Whether an embedded ICMP header is that of our request.
+/// Returns whether an embedded ICMP header is that of our request.
 fn is_request(icmp: Option<&[u8]>, kind: u8, echo: IcmpEchoHeader) -> bool {
     icmp.is_some_and(|icmp| icmp.len() >= 8 && icmp[0] == kind && icmp[4..8] == echo.to_bytes())
 }

@@ -1,4 +1,4 @@
-//! UDP queries, each in a flow of its own, and a server that answers them, like a resolver's load.
+//! UDP queries, each in a flow of its own, and a server that answers them, like the load of a resolver.
 
 use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
@@ -19,17 +19,17 @@ use crate::netns::NetNs;
 
 const SIZE: usize = 64;
 const BUFFER: usize = 4 << 20;
-/// How long the generator waits for the last answers.
+/// The time that the generator waits for the last answers.
 const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
-/// Answers every datagram, with the address that it was sent to.
+/// A server that answers every datagram from the address that it was sent to.
 #[derive(Debug)]
 pub struct AnswerServer {
     _thread: Background,
 }
 
 impl AnswerServer {
-    /// Listens on `port` of all addresses of the namespace, of both families.
+    /// Listens on `port` of all addresses of the namespace, in both families.
     pub fn start(ns: &NetNs, port: u16) -> Result<AnswerServer> {
         let socket = ns.run(|| bind(SocketAddr::new([0u16; 8].into(), port), UdpSocket::bind))?;
         socket.set_nonblocking(true)?;
@@ -48,7 +48,7 @@ fn answer(socket: &UdpSocket, stop: &Stop) -> Result<()> {
     Ok(())
 }
 
-/// Whether there was a query.
+/// Answers one query. Returns whether there was one.
 fn answer_one(socket: &UdpSocket) -> Result<bool> {
     let mut bytes = [0; SIZE];
     let mut control = nix::cmsg_space!(nix::libc::in6_pktinfo);
@@ -69,7 +69,7 @@ fn answer_one(socket: &UdpSocket) -> Result<bool> {
     let reply = [IoSlice::new(&bytes[..length])];
     match sendmsg(socket.as_raw_fd(), &reply, &[ControlMessage::Ipv6PacketInfo(&here)], MsgFlags::empty(), Some(&peer))
     {
-        // An answer that finds no room is lost, as on any network.
+        // An answer for which the buffer has no room is lost, as on any network.
         Ok(_) | Err(Errno::EAGAIN | Errno::ENOBUFS) => Ok(true),
         Err(error) => Err(error).context("sending an answer"),
     }
@@ -80,7 +80,7 @@ fn answer_one(socket: &UdpSocket) -> Result<bool> {
 pub struct Queries {
     /// Queries per second.
     pub per_second: u32,
-    /// Source ports. A flow is reused after as many queries as there are pairs of a port and a target.
+    /// The number of source ports. A flow is reused after as many queries as there are pairs of a port and a target.
     pub sockets: usize,
 }
 
@@ -89,12 +89,12 @@ pub struct Queries {
 pub struct QueryReport {
     /// Queries that were sent.
     pub sent: u64,
-    /// Those that were answered.
+    /// Queries that were answered.
     pub answered: u64,
 }
 
 impl Queries {
-    /// Queries the `targets` one after the other, from `ns`, for `window`. `watch` is called once a second.
+    /// Queries the `targets` in turn, from `ns`, for `window`. Calls `watch` once a second.
     pub fn run(
         &self,
         ns: &NetNs,

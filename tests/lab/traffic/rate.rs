@@ -12,20 +12,20 @@ use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::stats::Percentiles;
 
-/// A generator of connections: opened, counted, closed.
+/// A generator of connections, which it opens, counts and closes.
 #[derive(Clone, Debug)]
 pub struct ConnectRate {
     /// Connections per second; 0 means as many as possible. Default 0.
     pub per_second: u32,
-    /// How many may be in progress at a time. Default 64.
+    /// The number of connections that may be in progress concurrently. Default 64.
     pub concurrency: usize,
-    /// After how many connections it ends; default never.
+    /// The number of connections after which it ends. Default: never.
     pub total: u64,
-    /// When a connection counts as failed. Default 1 s.
+    /// The time after which a connection that is not established counts as failed. Default 1 s.
     pub timeout: Duration,
-    /// How long a connection stays open once it is established. Default: it is closed at once.
+    /// How long an established connection stays open. Default: it is closed immediately.
     pub hold: Duration,
-    /// Close with RST instead of FIN. Default true.
+    /// Whether to close with RST instead of FIN. Default true.
     pub reset: bool,
 }
 
@@ -42,55 +42,55 @@ impl Default for ConnectRate {
     }
 }
 
-/// What a generator did.
+/// The results of a generator.
 #[derive(Clone, Debug, Default)]
 pub struct RateReport {
     /// Connections that were established.
     pub opened: u64,
-    /// Connections that were not, by the system's error message.
+    /// Connections that failed, by the system's error message.
     pub failed: BTreeMap<String, u64>,
-    /// How long it ran.
+    /// The duration of its run.
     pub elapsed: Duration,
     /// The longest time in which no connection was established.
     pub longest_gap: Duration,
-    /// How long connections took, for up to a million of them.
+    /// The times that connections took to be established, for up to a million connections.
     pub latencies: Vec<Duration>,
 }
 
 const LATENCIES_KEPT: usize = 1_000_000;
-/// How often connections are checked for taking too long.
+/// The interval at which connections are checked for taking too long.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 impl RateReport {
-    /// Connections per second.
+    /// Returns connections per second.
     pub fn per_second(&self) -> f64 {
         self.opened as f64 / self.elapsed.as_secs_f64().max(1e-9)
     }
 
-    /// How many failed.
+    /// Returns the number of failed connections.
     pub fn failures(&self) -> u64 {
         self.failed.values().sum()
     }
 
-    /// The distribution of the time that connections took.
+    /// Returns the distribution of the time that connections took to be established.
     pub fn latency(&self) -> Percentiles {
         Percentiles::of(self.latencies.iter().map(Duration::as_secs_f64))
     }
 }
 
-/// A generator that runs.
+/// A running generator.
 #[derive(Debug)]
 pub struct RunningRate {
     thread: Background<RateReport>,
 }
 
 impl RunningRate {
-    /// Ends it and the connections that it holds, and returns what it did.
+    /// Ends it and the connections that it holds, and returns its results.
     pub fn finish(self) -> Result<RateReport> {
         self.thread.finish()
     }
 
-    /// Waits until it has made and closed its `total` and returns what it did.
+    /// Waits until it has made and closed its `total`, and returns its results.
     pub fn wait(self) -> Result<RateReport> {
         self.thread.wait()
     }
@@ -102,7 +102,7 @@ impl ConnectRate {
         self.start_all(ns, vec![target])
     }
 
-    /// Starts opening connections from `ns` to the `targets`, one after the other and over again.
+    /// Starts opening connections from `ns` to the `targets`, cycling through them.
     pub fn start_all(&self, ns: &NetNs, targets: Vec<SocketAddr>) -> Result<RunningRate> {
         let options = self.clone();
         let thread = Background::start(ns, "connect-rate", move |stop| generate(&targets, &options, stop))?;
@@ -110,8 +110,8 @@ impl ConnectRate {
     }
 }
 
-/// How many SYNs (including answers to SYNs) the kernel has retransmitted in a namespace because they were not answered
-/// in time.
+/// Returns the number of SYNs and SYN-ACKs that the kernel has retransmitted in a namespace because they were not
+/// answered in time.
 pub fn syns_repeated(ns: &NetNs) -> Result<u64> {
     let text = ns.sh("cat /proc/net/netstat")?;
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("TcpExt: "));

@@ -1,4 +1,4 @@
-//! TCP servers and clients: thousands of connections on one thread for each end, with every record accounted for.
+//! TCP servers and clients: thousands of connections on one thread for each end, every record of which is checked.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -15,32 +15,32 @@ use crate::background::Background;
 use crate::netns::NetNs;
 use crate::wait::wait_until;
 
-/// What a server does with its connections.
+/// The behaviour of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServerMode {
-    /// Sends back what arrives.
+    /// Sends back the received bytes.
     Echo,
-    /// Sends records of its own at the interval of its options, from the moment of accepting on (the server sends first),
-    /// and checks what arrives.
+    /// Sends its own records at the interval of its options, beginning when it accepts (the server sends first), and
+    /// checks the records that arrive.
     Stream,
 }
 
-/// How an end of TCP connections behaves.
+/// Options of one end of TCP connections.
 #[derive(Clone, Debug)]
 pub struct TcpOptions {
     /// The time between two records of a connection. Default 20 ms.
     pub interval: Duration,
-    /// After how many records a connection stops sending (and stays open). Default: never.
+    /// The number of records after which a connection stops sending (and stays open). Default: never.
     pub records: u64,
-    /// Whether it sends from the beginning; see [`End::set_sending`]. Default true.
+    /// Whether the end sends from the beginning; see [`End::set_sending`]. Default true.
     pub sending: bool,
-    /// When a connection that is not established counts as failed. Default 5 s.
+    /// The time after which a connection that is not established counts as failed. Default 5 s.
     pub connect_timeout: Duration,
     /// The source port of a single connection; 0 (default) leaves it to the kernel.
     pub source_port: u16,
-    /// How long without an arrival counts as a stall. Default 200 ms.
+    /// The time without an arrival that counts as a stall. Default 200 ms.
     pub stall: Duration,
-    /// Close with RST instead of FIN. Default false.
+    /// Whether to close with RST instead of FIN. Default false.
     pub reset: bool,
 }
 
@@ -59,12 +59,12 @@ impl Default for TcpOptions {
 }
 
 impl TcpOptions {
-    /// Connections that send one record and stay open.
+    /// Returns the options of connections that send one record and stay open.
     pub fn once() -> TcpOptions {
         TcpOptions { records: 1, ..TcpOptions::default() }
     }
 
-    /// Connections that send nothing until [`End::set_sending`] says so.
+    /// Returns the options of connections that send nothing until [`End::set_sending`] starts them.
     pub fn silent() -> TcpOptions {
         TcpOptions { sending: false, ..TcpOptions::default() }
     }
@@ -83,10 +83,10 @@ pub enum ConnectionState {
     Failed(String),
 }
 
-/// What one end knows about one connection.
+/// The state of one connection at one end.
 #[derive(Clone, Debug)]
 pub struct ConnectionReport {
-    /// The flow's id, chosen by the client. A server knows it from the first record on; 0 before.
+    /// The flow's id, chosen by the client. At a server, it is 0 before the first record.
     pub id: u64,
     /// This end's address.
     pub local: SocketAddr,
@@ -94,7 +94,7 @@ pub struct ConnectionReport {
     pub peer: SocketAddr,
     /// Its state.
     pub state: ConnectionState,
-    /// From the SYN until the connection was established (clients).
+    /// The time from the SYN until the connection was established (clients only).
     pub connect_time: Duration,
     /// Records sent.
     pub sent: u64,
@@ -102,11 +102,11 @@ pub struct ConnectionReport {
     pub received: u64,
     /// Records received that were not the next one of this flow: lost, repeated or foreign bytes.
     pub wrong: u64,
-    /// How many times the gap between two arrivals exceeded [`TcpOptions::stall`].
+    /// The number of gaps between two arrivals that exceeded [`TcpOptions::stall`].
     pub stalls: u32,
     /// The longest time between two arrivals since the beginning or [`End::reset_pauses`].
     pub longest_pause: Duration,
-    /// When the last bytes arrived, or pauses began to be measured.
+    /// The time when the last bytes arrived, or the measurement of pauses began.
     pub last_arrival: Instant,
 }
 
@@ -127,19 +127,19 @@ impl ConnectionReport {
         }
     }
 
-    /// Whether it is established now, and every record was right.
+    /// Returns whether it is established now and every record was right.
     pub fn intact(&self) -> bool {
         self.state == ConnectionState::Open && self.wrong == 0
     }
 
-    /// The longest pause, including a current one.
+    /// Returns the longest pause, including a current one.
     pub fn pause(&self) -> Duration {
         self.longest_pause.max(self.last_arrival.elapsed())
     }
 }
 
-/// The source that a connection from `client` to `target` has at `server`. `own` is the address there, which differs from `target` if
-/// something translates it. Connecting and answering may each take as long as `patience`.
+/// Returns the source that a connection from `client` to `target` has at `server`. `own` is the server's address, which
+/// differs from `target` if a device translates it. Connecting and answering may each take as long as `patience`.
 pub fn source_at(
     client: &NetNs,
     target: SocketAddr,
@@ -154,9 +154,9 @@ pub fn source_at(
     Ok(listening.connections().first().context("a connection")?.peer.ip())
 }
 
-/// How many records of streams were sent and not received: at the two ends of the same connections, which both send on
-/// their own (as in [`ServerMode::Stream`]), once both are quiet. Connections that only one end knows count with all they
-/// sent.
+/// Returns the number of stream records that were sent but not received, at the two ends of the same connections, which
+/// both send on their own (as in [`ServerMode::Stream`]), once both are quiet. All records count as missing on
+/// connections that only one end knows.
 pub fn undelivered(clients: &[ConnectionReport], servers: &[ConnectionReport]) -> u64 {
     let missing = |senders: &[ConnectionReport], receivers: &[ConnectionReport]| -> u64 {
         let received: BTreeMap<u64, u64> = receivers.iter().map(|one| (one.id, one.received)).collect();
@@ -171,13 +171,13 @@ pub struct TcpServer {
     end: End,
 }
 
-/// Connections from one namespace to one address. They close when it is dropped.
+/// Connections from one namespace to one address. They close when this is dropped.
 #[derive(Debug)]
 pub struct TcpClients {
     end: End,
 }
 
-/// One end of connections: its thread and what that shares with its owner.
+/// One end of connections: its thread and the state shared with its owner.
 #[derive(Debug)]
 pub struct End {
     shared: Arc<Shared>,
@@ -201,12 +201,12 @@ impl Deref for TcpClients {
 }
 
 impl TcpServer {
-    /// Listens on all `addresses`. New connections are accepted as soon as this returns.
+    /// Listens on all `addresses`. The server accepts connections as soon as this returns.
     pub fn start(ns: &NetNs, addresses: &[SocketAddr], mode: ServerMode) -> Result<TcpServer> {
         TcpServer::start_with(ns, addresses, mode, TcpOptions::default())
     }
 
-    /// [`TcpServer::start`] with other options.
+    /// Like [`TcpServer::start`], but with other options.
     pub fn start_with(
         ns: &NetNs,
         addresses: &[SocketAddr],
@@ -218,24 +218,24 @@ impl TcpServer {
             .map(|end| TcpServer { end })
     }
 
-    /// How many connections came from each source address.
+    /// Returns the number of connections from each source address.
     pub fn sources(&self) -> BTreeMap<IpAddr, usize> {
         tally(self.connections().iter().map(|connection| connection.peer.ip()))
     }
 
-    /// The source that each flow has here, by the flow's id. Flows that have not sent a record yet are missing.
+    /// Returns each flow's source as seen here, by the flow's id. Flows that have not sent a record yet are missing.
     pub fn source_of_flow(&self) -> BTreeMap<u64, SocketAddr> {
         self.connections().iter().filter(|one| one.id != 0).map(|one| (one.id, one.peer)).collect()
     }
 
-    /// Forgets connections that are no longer open, so that later questions are about new ones.
+    /// Forgets connections that are no longer open, so that later queries cover only new ones.
     pub fn forget_closed(&self) {
         self.end.shared.forgotten.store(true, Ordering::Relaxed);
     }
 }
 
 impl TcpClients {
-    /// Starts `count` connections at once. Returns without waiting for them.
+    /// Starts `count` connections concurrently. Returns without waiting for them.
     pub fn open(ns: &NetNs, target: SocketAddr, count: usize, options: TcpOptions) -> Result<TcpClients> {
         let end = End::start(ns, "tcp-clients", options, move |engine| {
             engine.connect_to(target);
@@ -246,7 +246,7 @@ impl TcpClients {
         Ok(clients)
     }
 
-    /// [`TcpClients::open`], waiting until every one is established; an error if one is not.
+    /// Like [`TcpClients::open`], but waits until every connection is established. Fails if one is not.
     pub fn establish(ns: &NetNs, target: SocketAddr, count: usize, options: TcpOptions) -> Result<TcpClients> {
         let patience = options.connect_timeout * 2;
         let clients = TcpClients::open(ns, target, count, options)?;
@@ -269,7 +269,7 @@ impl TcpClients {
     }
 }
 
-/// Shown in the error of a wait: a summary instead of thousands of reports.
+/// Reports for the error of a wait, shown as a summary instead of thousands of reports.
 struct Seen(Vec<ConnectionReport>);
 
 impl std::fmt::Debug for Seen {
@@ -310,13 +310,13 @@ impl End {
         }
     }
 
-    /// All connections that were ever accepted or started, in that order.
+    /// Returns all connections that were ever accepted or started, in that order.
     pub fn connections(&self) -> Vec<ConnectionReport> {
         self.shared.reports()
     }
 
-    /// Waits until all connections have begun and are `good`, and returns them. A client sees its connection established before the
-    /// server has accepted it.
+    /// Waits until all connections have been started and are `good`, and returns them. A client sees its connection
+    /// established before the server has accepted it.
     pub fn wait(
         &self,
         what: &str,
@@ -331,7 +331,7 @@ impl End {
         wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
     }
 
-    /// Waits until every open connection has received `more` records than it has now. An error if one of them ends, or if none is open.
+    /// Waits until every open connection has received `more` additional records. Fails if one of them ends, or if none is open.
     pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
         let open = |one: &ConnectionReport| one.state == ConnectionState::Open;
         // A client sees its connection established before the server has accepted it.
@@ -346,12 +346,12 @@ impl End {
         Ok(())
     }
 
-    /// Starts or stops sending (a server, in [`ServerMode::Stream`]).
+    /// Starts or stops sending (for a server, in [`ServerMode::Stream`]).
     pub fn set_sending(&self, sending: bool) {
         self.shared.sending.store(sending, Ordering::Relaxed);
     }
 
-    /// Starts measuring pauses anew.
+    /// Restarts the measurement of pauses.
     pub fn reset_pauses(&self) {
         self.shared.reset_pauses();
     }

@@ -14,16 +14,16 @@ use super::tcp::{ConnectionReport, ConnectionState, ServerMode, TcpOptions};
 use super::wire::{RECORD, Record, bind, reset_on_close, start_connect};
 use crate::background::{Stop, lock};
 
-/// How many connections are started in one turn: more would overflow the server's SYN queue.
+/// The number of connections started in one turn: more would overflow the server's SYN queue.
 const CONNECTS_PER_TURN: usize = 128;
 /// Tokens of listeners are above those of connections.
 const LISTENER: u64 = 1 << 32;
 
-/// What the loop shares with its owner.
+/// The state that the loop shares with its owner.
 #[derive(Debug)]
 pub(super) struct Shared {
     reports: Mutex<Vec<ConnectionReport>>,
-    /// Connections still to be started.
+    /// The number of connections still to be started.
     pub wanted: AtomicUsize,
     pub sending: AtomicBool,
     /// Whether to drop reports of connections that are no longer open.
@@ -52,14 +52,14 @@ impl Shared {
     }
 }
 
-/// One connection of the loop. Its report has the same index.
+/// A connection of the loop. Its report has the same index.
 struct Connection {
     stream: Option<TcpStream>,
     started: Instant,
     mode: ServerMode,
     /// Bytes that the socket has not accepted yet.
     out: Vec<u8>,
-    /// The beginning of a record.
+    /// The received beginning of an incomplete record.
     partial: Vec<u8>,
     /// The sequence number that the next record must have.
     expected: u64,
@@ -102,7 +102,7 @@ impl Engine {
         self.target = Some(target);
     }
 
-    /// Runs until told to stop.
+    /// Runs until `stop` is requested.
     pub fn run(mut self, stop: &Stop) -> Result<()> {
         let mut events = vec![EpollEvent::empty(); 512];
         let mut next_tick = Instant::now();
@@ -152,7 +152,7 @@ impl Engine {
                     self.add(stream, report, EpollFlags::EPOLLIN, reports)?;
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                // The client was gone before it was accepted.
+                // The client aborted the connection before it was accepted.
                 Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(error) => return Err(error).context("accept"),
             }
@@ -206,7 +206,7 @@ impl Engine {
         connection.flush(report, &self.epoll, index);
     }
 
-    /// Sends a record on every open connection, and gives up on those that take too long.
+    /// Sends a record on every open connection, and gives up on connections that take too long to be established.
     fn tick(&mut self, reports: &mut [ConnectionReport]) {
         let sending = self.shared.sending.load(Ordering::Relaxed) && self.mode == ServerMode::Stream;
         for (index, (connection, report)) in self.connections.iter_mut().zip(reports).enumerate() {
@@ -330,7 +330,7 @@ impl Connection {
         }
     }
 
-    /// Asks for the events that matter now.
+    /// Requests the events that matter now.
     fn watch(&mut self, epoll: &Epoll, index: usize) -> nix::Result<()> {
         let Some(stream) = &self.stream else { return Ok(()) };
         self.waits_for_room = !self.out.is_empty();

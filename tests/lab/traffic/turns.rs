@@ -1,5 +1,4 @@
-//! Round trips one after the other over one TCP connection, and a server that accepts connections that are reset at
-//! once.
+//! Sequential round trips over one TCP connection, and a server for connections that are reset immediately.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -14,20 +13,20 @@ use crate::background::{Background, Stop};
 use crate::netns::NetNs;
 use crate::stats::Percentiles;
 
-/// Bytes of a request and of its answer.
+/// The size of a request and of its answer in bytes.
 const REQUEST: usize = 64;
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// How many accepted connections stay open: by the time one is closed, its client has long reset it.
+/// The number of accepted connections that stay open: before the server closes one, its client has long reset it.
 const HELD: usize = 1024;
 
-/// What a server does with its connections.
+/// The behaviour of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServerAnswer {
-    /// Sends back what it receives; for [`round_trips`].
+    /// Sends back the received bytes, for [`round_trips`].
     Echo,
-    /// Nothing: for [`super::ConnectRate`], which resets what it has opened.
+    /// Does nothing, for [`super::ConnectRate`], which resets the connections that it opens.
     Hold,
-    /// Nothing, and closes at once: its end of a connection costs nothing while the client holds its own open.
+    /// Closes immediately: its end of a connection costs nothing while the client holds its own end open.
     Close,
 }
 
@@ -89,8 +88,8 @@ fn echo(mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// Sends requests to a [`LoadServer`], each after the answer to the one before, for `window`; returns how long they took
-/// in seconds.
+/// Sends requests to a [`LoadServer`] for `window`, each after the answer to the previous one. Returns the round-trip
+/// times in seconds.
 pub fn round_trips(ns: &NetNs, target: SocketAddr, warm_up: Duration, window: Duration) -> Result<Percentiles> {
     ns.run(|| {
         let mut stream =

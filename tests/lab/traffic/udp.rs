@@ -18,7 +18,7 @@ use crate::wait::wait_until;
 /// The largest datagram that is received in full.
 const MAX_DATAGRAM: usize = 65_535;
 
-/// What a server has seen of one flow.
+/// The state of one flow at the server.
 #[derive(Clone, Debug, Default)]
 pub struct UdpSeen {
     /// The source addresses of the flow: more than one means that it moved.
@@ -32,7 +32,7 @@ pub struct UdpSeen {
 #[derive(Debug, Default)]
 struct ServerShared {
     flows: Mutex<BTreeMap<u64, UdpSeen>>,
-    /// How many times to send an unsolicited datagram to every peer.
+    /// The number of unsolicited datagrams to send to every peer.
     pushes: AtomicU64,
 }
 
@@ -44,7 +44,7 @@ pub struct UdpServer {
 }
 
 impl UdpServer {
-    /// Receives on all `addresses` as soon as this returns.
+    /// Starts a server on all `addresses`, which receives as soon as this returns.
     pub fn start(ns: &NetNs, addresses: &[SocketAddr]) -> Result<UdpServer> {
         let sockets = ns.run(|| {
             let open = |address: &SocketAddr| {
@@ -61,12 +61,12 @@ impl UdpServer {
         Ok(UdpServer { shared, _thread })
     }
 
-    /// What was seen of each flow, by the flow's id.
+    /// Returns the state of each flow, by the flow's id.
     pub fn flows(&self) -> BTreeMap<u64, UdpSeen> {
         lock(&self.shared.flows).clone()
     }
 
-    /// How many flows have each source address (a flow that moved counts for each).
+    /// Returns the number of flows from each source address (a flow that moved counts for each).
     pub fn sources(&self) -> BTreeMap<IpAddr, usize> {
         tally(self.flows().values().flat_map(|seen| &seen.peers).map(SocketAddr::ip))
     }
@@ -94,7 +94,7 @@ fn serve(sockets: &[UdpSocket], shared: &ServerShared, stop: &Stop) -> Result<()
                     seen.corrupted += 1;
                 }
                 drop(flows);
-                // An answer that cannot be sent now is a lost one, which the client counts.
+                // An answer that cannot be sent now is lost, and the client counts it.
                 socket.send_to(&bytes[..size], peer).ok();
             }
         }
@@ -117,12 +117,12 @@ fn serve(sockets: &[UdpSocket], shared: &ServerShared, stop: &Stop) -> Result<()
 /// The sequence number of a server's unsolicited datagrams.
 const PUSHED: u64 = u64::MAX;
 
-/// How UDP clients behave.
+/// Options of UDP clients.
 #[derive(Clone, Debug)]
 pub struct UdpOptions {
     /// The time between two requests of a flow. Default 20 ms.
     pub interval: Duration,
-    /// After how many requests a flow stops sending. Default: never.
+    /// The number of requests after which a flow stops sending. Default: never.
     pub requests: u64,
     /// The payload's size, at least 16. Default 64.
     pub size: usize,
@@ -135,13 +135,13 @@ impl Default for UdpOptions {
 }
 
 impl UdpOptions {
-    /// Flows of one request.
+    /// Returns the options of flows with one request.
     pub fn once() -> UdpOptions {
         UdpOptions { requests: 1, ..UdpOptions::default() }
     }
 }
 
-/// What a client knows about one flow.
+/// The state of one flow at the client.
 #[derive(Clone, Debug)]
 pub struct UdpFlowReport {
     /// The flow's id, as in [`UdpServer::flows`].
@@ -156,15 +156,15 @@ pub struct UdpFlowReport {
     pub pushed: u64,
     /// Replies with the wrong content.
     pub corrupted: u64,
-    /// Errors of the socket, including ICMP errors, and how often.
+    /// Errors of the socket, including ICMP errors, with their counts.
     pub errors: BTreeMap<String, u64>,
     /// The longest time between two replies.
     pub longest_pause: Duration,
-    /// When the last reply arrived.
+    /// The time when the last reply arrived.
     pub last_arrival: Instant,
 }
 
-/// After this time a datagram or its answer counts as lost.
+/// The time after which a datagram or its answer counts as lost.
 const ON_THE_WAY: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
@@ -204,7 +204,7 @@ impl UdpClients {
         Ok(UdpClients { shared, _thread })
     }
 
-    /// What is known about each flow.
+    /// Returns the state of each flow.
     pub fn flows(&self) -> Vec<UdpFlowReport> {
         lock(&self.shared.flows).clone()
     }
@@ -219,7 +219,7 @@ impl UdpClients {
         wait_until(what, timeout, || Ok(self.flows()), |flows| good(flows))
     }
 
-    /// Waits until every flow has received `more` replies than it has now.
+    /// Waits until every flow has received `more` additional replies.
     pub fn wait_progress(&self, more: u64, timeout: Duration) -> Result<()> {
         let before: Vec<u64> = self.flows().iter().map(|flow| flow.received).collect();
         let moved = |(flow, before): (&UdpFlowReport, &u64)| flow.received >= before + more;
@@ -232,7 +232,7 @@ impl UdpClients {
         self.shared.sending.store(sending, Ordering::Relaxed);
     }
 
-    /// Stops sending until each datagram has been answered, then continues. Returns how many there were; an error if one
+    /// Stops sending until each datagram has been answered, then continues. Returns the number of replies. Fails if one
     /// was lost.
     pub fn all_answered(&self) -> Result<u64> {
         self.set_sending(false);
@@ -243,7 +243,7 @@ impl UdpClients {
         Ok(flows.iter().map(|flow| flow.received).sum())
     }
 
-    /// Starts measuring pauses anew.
+    /// Restarts the measurement of pauses.
     pub fn reset_pauses(&self) {
         let now = Instant::now();
         for flow in lock(&self.shared.flows).iter_mut() {
@@ -290,7 +290,7 @@ fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions, s
 }
 
 impl UdpFlowReport {
-    /// The longest pause, including a current one.
+    /// Returns the longest pause, including a current one.
     pub fn pause(&self) -> Duration {
         self.longest_pause.max(self.last_arrival.elapsed())
     }
@@ -307,7 +307,7 @@ impl UdpFlowReport {
     }
 }
 
-/// One datagram, or `None` if there is none now.
+/// Returns a datagram, or `None` if none is waiting.
 fn receive(socket: &UdpSocket, bytes: &mut [u8]) -> std::io::Result<Option<(usize, SocketAddr)>> {
     match socket.recv_from(bytes) {
         Ok(received) => Ok(Some(received)),

@@ -1,4 +1,4 @@
-//! The record that all traffic is made of, and non-blocking sockets.
+//! The record that most traffic consists of, and non-blocking sockets.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -16,7 +16,7 @@ use crate::wait::wait_until;
 /// The size of a record.
 pub const RECORD: usize = 16;
 
-/// A record: its flow, and its sequence number in its direction, from 0.
+/// A record: its flow, and its sequence number in its direction, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     pub id: u64,
@@ -31,14 +31,14 @@ impl Record {
         bytes
     }
 
-    /// Reads the first bytes of `bytes`, if there are enough.
+    /// Decodes a record from the beginning of `bytes`, if they suffice.
     pub fn decode(bytes: &[u8]) -> Option<Record> {
         let (id, rest) = bytes.split_first_chunk::<8>()?;
         let (sequence, _) = rest.split_first_chunk::<8>()?;
         Some(Record { id: u64::from_be_bytes(*id), sequence: u64::from_be_bytes(*sequence) })
     }
 
-    /// The record at the start of `size` bytes of a pattern that depends on it.
+    /// Returns `size` bytes: the record, followed by a pattern that depends on it.
     pub fn padded(self, size: usize) -> Vec<u8> {
         let mut bytes = self.encode().to_vec();
         let seed = self.id.wrapping_mul(31).wrapping_add(self.sequence);
@@ -47,7 +47,7 @@ impl Record {
     }
 }
 
-/// Starts a TCP connection without waiting for it, from `bind_port` if that is not 0.
+/// Starts a TCP connection without waiting for it, from the port `bind_port` unless that is 0.
 pub fn start_connect(target: SocketAddr, bind_port: u16) -> io::Result<TcpStream> {
     let fd = tcp_socket(target)?;
     if bind_port != 0 {
@@ -74,8 +74,8 @@ pub fn reset_on_close(stream: &TcpStream) -> nix::Result<()> {
     socket::setsockopt(stream, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 0 })
 }
 
-/// Binds a socket, waiting for the one that had the address before: while another thread of this process starts a program,
-/// copies of closed sockets live for a moment in the child.
+/// Binds a socket. Waits until a previous socket releases the address: while another thread of this process starts a
+/// program, copies of closed sockets live for a moment in the child.
 pub fn bind<T: std::fmt::Debug>(address: SocketAddr, bind: impl Fn(SocketAddr) -> io::Result<T>) -> Result<T> {
     let what = format!("{address} is free to listen on");
     let in_use = |bound: &io::Result<T>| matches!(bound, Err(error) if error.kind() == io::ErrorKind::AddrInUse);
@@ -83,7 +83,7 @@ pub fn bind<T: std::fmt::Debug>(address: SocketAddr, bind: impl Fn(SocketAddr) -
     bound.with_context(|| format!("cannot listen on {address}"))
 }
 
-/// Non-blocking listeners on all `addresses` of this namespace.
+/// Opens non-blocking listeners on all `addresses` of this namespace.
 pub fn listen(ns: &NetNs, addresses: &[SocketAddr]) -> Result<Vec<TcpListener>> {
     ns.run(|| {
         let open = |address: &SocketAddr| {
@@ -95,7 +95,7 @@ pub fn listen(ns: &NetNs, addresses: &[SocketAddr]) -> Result<Vec<TcpListener>> 
     })
 }
 
-/// Waits up to 10 ms until one of the sockets can be read.
+/// Waits up to 10 ms until one of the sockets is readable.
 pub fn wait_readable<'a, S: AsFd + 'a>(sockets: impl IntoIterator<Item = &'a S>) -> Result<()> {
     let fds = sockets.into_iter().map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
     match poll(&mut fds.collect::<Vec<_>>(), PollTimeout::from(10u8)) {

@@ -1,4 +1,4 @@
-//! The kernel's ELF image out of a bzImage: QEMU boots it by PVH, two to three times faster than the compressed one.
+//! Extracts the kernel's ELF image from a bzImage. QEMU boots it with PVH, two to three times faster than the compressed image.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -10,17 +10,17 @@ const SETUP_SECTORS: usize = 0x1f1;
 const PAYLOAD_OFFSET: usize = 0x248;
 const PAYLOAD_LENGTH: usize = 0x24c;
 const SECTOR: usize = 512;
-/// Setup sectors where the header says 0.
+/// The number of setup sectors if the header says 0.
 const OLD_SETUP_SECTORS: u8 = 4;
 
-/// First bytes of a compressed payload, and the program that uncompresses it to its output.
+/// The first bytes of a compressed payload, and the program that decompresses it to stdout.
 const PROGRAMS: [(&[u8], &str, &[&str]); 3] = [
     (&[0x02, 0x21, 0x4c, 0x18], "lz4", &["-d", "-c"]),
     (&[0xfd, b'7', b'z', b'X', b'Z'], "xz", &["-d", "-c", "--single-stream"]),
     (&[0x28, 0xb5, 0x2f, 0xfd], "zstd", &["-d", "-c"]),
 ];
 
-/// The uncompressed kernel in `image`.
+/// Returns the uncompressed kernel in `image`.
 pub fn from_bzimage(image: &[u8]) -> Result<Vec<u8>> {
     let payload = payload(image).context("the kernel image has no payload: it is not a bzImage")?;
     let Some((_, program, args)) = PROGRAMS.into_iter().find(|(magic, ..)| payload.starts_with(magic)) else {
@@ -35,7 +35,7 @@ pub fn from_bzimage(image: &[u8]) -> Result<Vec<u8>> {
         .with_context(|| format!("cannot run {program}"))?;
     let mut stdin = child.stdin.take().context("no pipe to the program")?;
     let payload = payload.to_vec();
-    // The size of the kernel follows the stream, which the programs report as an error, if they read it at all.
+    // The kernel's size follows the stream. The programs report it as an error if they read it at all, so errors are ignored.
     let feeder = std::thread::spawn(move || drop(stdin.write_all(&payload)));
     let kernel = child.wait_with_output().with_context(|| format!("cannot read from {program}"))?.stdout;
     let _ = feeder.join();

@@ -1,4 +1,4 @@
-//! A guest's file system: a folder, packed as the cpio archive that the kernel unpacks into memory.
+//! Makes a guest's file system: a folder, packed as a cpio archive that the kernel unpacks into memory.
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -7,13 +7,13 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-/// The folder of a file system being made.
+/// A file system in the making, as a folder.
 pub struct Initramfs {
     root: PathBuf,
 }
 
 impl Initramfs {
-    /// A file system with these empty directories, in an empty folder.
+    /// Creates a file system with these empty directories. Empties the folder first.
     pub fn new(root: &Path, directories: &[&str]) -> Result<Self> {
         if root.exists() {
             fs::remove_dir_all(root).with_context(|| format!("cannot empty {}", root.display()))?;
@@ -24,7 +24,7 @@ impl Initramfs {
         Ok(Self { root: root.to_owned() })
     }
 
-    /// The place of a file, whose directories are created.
+    /// Returns the path of a file, and creates its directories.
     fn place(&self, name: &str) -> Result<PathBuf> {
         let path = self.root.join(name.trim_start_matches('/'));
         let folder = path.parent().unwrap_or(&self.root);
@@ -32,25 +32,25 @@ impl Initramfs {
         Ok(path)
     }
 
-    /// A program with this text.
+    /// Adds an executable script with this text.
     pub fn script(&self, name: &str, text: &str) -> Result<()> {
         let path = self.place(name)?;
         fs::write(&path, text).and_then(|()| fs::set_permissions(&path, Permissions::from_mode(0o755)))?;
         Ok(())
     }
 
-    /// A symbolic link.
+    /// Adds a symbolic link.
     pub fn link(&self, name: &str, target: &str) -> Result<()> {
         symlink(target, self.place(name)?).with_context(|| format!("cannot link {name}"))
     }
 
-    /// A copy of a file of this machine, at another place.
+    /// Copies a file of this machine to `name`.
     pub fn copy(&self, from: &Path, name: &str) -> Result<()> {
         fs::copy(from, self.place(name)?).with_context(|| format!("cannot copy {}", from.display()))?;
         Ok(())
     }
 
-    /// A program of this machine as `name`, with the libraries that it is linked with at their own places.
+    /// Copies a program of this machine to `name`, and its shared libraries to their own paths.
     pub fn program(&self, from: &Path, name: &str) -> Result<()> {
         self.copy(from, name)?;
         let output = Command::new("ldd").arg(from).output().context("cannot run ldd")?;
@@ -60,7 +60,7 @@ impl Initramfs {
         Ok(())
     }
 
-    /// Writes the archive, and removes the folder.
+    /// Writes the archive and removes the folder.
     pub fn pack(self, archive: &Path) -> Result<()> {
         let mut command = Command::new("sh");
         command.args(["-c", "find . | busybox cpio -o -H newc"]).current_dir(&self.root);
@@ -72,7 +72,7 @@ impl Initramfs {
     }
 }
 
-/// The paths in what ldd prints: `NAME => PATH (ADDRESS)`, or the loader's path alone.
+/// Returns the paths in the output of ldd: `NAME => PATH (ADDRESS)`, or only the loader's path.
 fn libraries(ldd: &str) -> impl Iterator<Item = &str> {
     ldd.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')))
 }

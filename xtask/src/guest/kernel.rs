@@ -1,4 +1,4 @@
-//! Debian's kernels: fetched once with apt, unpacked, and kept in the cache.
+//! Fetches Debian's kernels once with apt, unpacks them, and keeps them in the cache.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,16 +11,16 @@ use clap::ValueEnum;
 use super::elf;
 use crate::{progress, toolchain};
 
-/// A kernel to run tests under. Kernels older than 6.6 have no TCX: there the programs are filters of a clsact qdisc.
+/// A kernel to run tests under. Kernels older than 6.6 have no TCX, so the programs are filters of a clsact qdisc there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Kernel {
-    /// Debian 12's.
+    /// Debian 12's kernel.
     #[value(name = "6.1")]
     V6_1,
-    /// Debian 12's newer one.
+    /// Debian 12's newer kernel.
     #[value(name = "6.12")]
     V6_12,
-    /// Debian unstable's; an error once unstable has moved on.
+    /// Debian unstable's kernel; an error once unstable has a newer version.
     #[value(name = "7.2")]
     V7_2,
 }
@@ -29,24 +29,24 @@ pub enum Kernel {
 pub struct Unpacked {
     /// The uncompressed kernel image.
     pub vmlinux: PathBuf,
-    /// `lib/modules/RELEASE` lies below it, with uncompressed modules and their index.
+    /// The folder that contains `lib/modules/RELEASE`, with uncompressed modules and their index.
     pub root: PathBuf,
-    /// `uname -r`.
+    /// The release (`uname -r`).
     pub release: String,
 }
 
-/// Unstable's package list is kept apart from the system's.
+/// The apt source of unstable, whose package lists are kept separate from the system's.
 const UNSTABLE: &str = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] \
     http://deb.debian.org/debian unstable main\n";
 
-/// Parts of the names of the packages that make up a kernel: the later ones exist where the image comes in pieces.
+/// The prefixes of the packages that make up a kernel. Those after the first exist only if the image is split into several packages.
 const PARTS: [&str; 4] = ["linux-image-", "linux-binary-", "linux-modules-", "linux-base-"];
 
 impl Kernel {
     /// The kernels that every run of all tests uses.
     pub const USUAL: [Self; 2] = [Self::V6_1, Self::V6_12];
 
-    /// The version as it is written on the command line.
+    /// Returns the version as it is written on the command line.
     pub const fn version(self) -> &'static str {
         match self {
             Self::V6_1 => "6.1",
@@ -55,7 +55,7 @@ impl Kernel {
         }
     }
 
-    /// The package that depends on the newest build.
+    /// Returns the meta package that depends on the newest build.
     const fn package(self) -> &'static str {
         match self {
             Self::V6_1 | Self::V7_2 => "linux-image-cloud-amd64",
@@ -63,7 +63,7 @@ impl Kernel {
         }
     }
 
-    /// The kernel from the cache, or from Debian.
+    /// Returns the kernel from the cache. Fetches it from Debian if it is not there.
     pub fn unpacked(self) -> Result<Unpacked> {
         let cache = toolchain::cache_dir().context("HOME is not set: there is no place for kernels")?;
         let root = cache.join("kernels").join(self.version());
@@ -74,7 +74,7 @@ impl Kernel {
         Ok(Unpacked { vmlinux: root.join("vmlinux"), root, release })
     }
 
-    /// Fetches and unpacks into `root`, which is complete when it holds `vmlinux`.
+    /// Fetches the kernel and unpacks it into `root`, which is complete once it contains `vmlinux`.
     fn fetch(self, root: &Path) -> Result<()> {
         if root.exists() {
             fs::remove_dir_all(root).with_context(|| format!("cannot remove the incomplete {}", root.display()))?;
@@ -110,7 +110,7 @@ impl Kernel {
         fs::write(root.join("vmlinux"), vmlinux).context("cannot write the kernel")
     }
 
-    /// apt's options for where this kernel comes from.
+    /// Returns apt's options for the source of this kernel.
     fn sources(self, root: &Path) -> Vec<String> {
         if self != Self::V7_2 {
             return Vec::new();
@@ -127,7 +127,7 @@ impl Kernel {
         options.into_iter().flat_map(|option| ["-o".to_owned(), option]).collect()
     }
 
-    /// The packages with the image and the modules, as the meta package names them.
+    /// Returns the packages with the image and the modules, on which the meta package depends.
     fn packages(self, root: &Path) -> Result<BTreeSet<String>> {
         let sources = self.sources(root);
         if self == Self::V7_2 {
@@ -158,12 +158,12 @@ impl Kernel {
 
 fn apt(program: &str, options: &[String]) -> Command {
     let mut command = Command::new(program);
-    // The cache is not open to apt's own user.
+    // apt's sandbox user has no access to the cache.
     command.args(["-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=3"]).args(options);
     command
 }
 
-/// Uncompresses all modules, so that a guest's loader need not know how.
+/// Decompresses all modules, because a guest's module loader may not support the compression.
 fn uncompress(dir: &Path) -> Result<()> {
     for name in entries(dir)? {
         let path = dir.join(&name);

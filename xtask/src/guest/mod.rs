@@ -1,7 +1,7 @@
-//! The datapath's tests under other kernels: a guest in QEMU's software emulation, which needs no virtualization.
+//! Runs the datapath's tests under other kernels, in a guest in QEMU's software emulation, which needs no virtualization.
 //!
-//! The guest's file system is made anew each time, out of this machine's programs and the test binaries; what it prints
-//! is read like the output of a test binary.
+//! The guest's file system is made for each run from this machine's programs and the test binaries. Its output is parsed
+//! like that of a test binary.
 
 mod elf;
 mod initramfs;
@@ -22,12 +22,12 @@ use crate::test::libtest::{self, Run};
 use crate::test::tally::Tally;
 use crate::{build, progress, setup, workspace};
 
-/// A guest takes four minutes on an idle machine. In a whole run it gets what the other tests leave of the processors.
+/// A guest takes four minutes on an idle machine. In a whole run it gets only the processor time that other tests leave.
 const TIMEOUT: Duration = Duration::from_secs(45 * 60);
 const MEMORY: &str = "2G";
 const PROCESSORS: &str = "2";
 
-/// What the guest's shell scripts and the lab call. The `nsenter` of busybox would run its own `ip`.
+/// The programs that the guest's shell scripts and the lab run. The `nsenter` of busybox would run busybox's `ip`.
 const PROGRAMS: [&str; 7] =
     ["/sbin/ip", "/sbin/ipvsadm", "/sbin/tc", "/usr/bin/nsenter", "/usr/sbin/nft", "/usr/sbin/bpftool", "/sbin/sysctl"];
 /// The applets of busybox that are used.
@@ -35,7 +35,7 @@ const APPLETS: [&str; 22] = [
     "cat", "chmod", "cp", "date", "dmesg", "echo", "env", "false", "grep", "kill", "ln", "ls", "mkdir", "modprobe",
     "mount", "reboot", "rm", "sh", "sleep", "true", "umount", "uname",
 ];
-/// Modules that the tests may need.
+/// The modules that the tests may need.
 const MODULES: [&str; 24] = [
     "8021q",
     "af_packet",
@@ -75,9 +75,9 @@ const UNIT: &[&str] = &[
     "datapath::tests::packets",
     "real_maps",
 ];
-/// Those that show whether a kernel accepts the programs, maps and hooks.
+/// The tests that show whether a kernel accepts the programs, maps and hooks.
 const LOADING: &[&str] = &["datapath::tests::clsact", "datapath::tests::load", "real_maps"];
-/// Without measurements for which an emulated machine is too slow.
+/// The options of the unit tests. They skip measurements for which an emulated machine is too slow.
 const OPTIONS: &[&str] = &[
     "--skip",
     "a_million_idle_flows",
@@ -88,7 +88,7 @@ const OPTIONS: &[&str] = &[
     "--test-threads",
     PROCESSORS,
 ];
-/// A pod through a gateway and back: TCP, UDP and echo, in both families. IPVS and VLAN devices, which the build machine may lack.
+/// The end-to-end tests: a pod's TCP, UDP and echo in both families; IPVS and VLAN devices, which the build machine may lack.
 const END_TO_END: &[&str] = &[
     "protocols::tcp_udp_and_echo_of_point_to_point_pods",
     "untouched::ipvs_",
@@ -97,10 +97,10 @@ const END_TO_END: &[&str] = &[
     "1",
 ];
 
-/// How much a guest runs.
+/// The extent of the tests in a guest.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// What shows that a kernel accepts the programs: for those between the oldest and this machine's, which both run everything.
+    /// Only the tests that show that a kernel accepts the programs: for kernels between the oldest and this machine's, which run more.
     Loading,
     /// The datapath's tests.
     Datapath,
@@ -108,7 +108,7 @@ pub enum Extent {
     EndToEnd,
 }
 
-/// What the guest runs.
+/// The programs that a guest runs.
 pub struct Binaries<'a> {
     /// The unit tests of `egress-node`.
     pub unit: &'a Path,
@@ -118,12 +118,12 @@ pub struct Binaries<'a> {
     pub bin_dir: &'a Path,
 }
 
-/// What a run's output calls it.
+/// Returns the title of a guest in a run's output.
 pub fn title(kernel: Kernel) -> String {
     format!("guest with Linux {}", kernel.version())
 }
 
-/// Runs tests under `kernel`. With `bless`, its verifier's counts become the baseline.
+/// Runs tests under `kernel`. With `bless`, the counts of its verifier become the baseline.
 pub fn run(kernel: Kernel, binaries: &Binaries, extent: Extent, bless: bool, tally: &mut Tally) -> Result<()> {
     let name = title(kernel);
     let prepared = setup::ensure(setup::Scope::Guests).and_then(|()| kernel.unpacked());
@@ -144,7 +144,7 @@ pub fn run(kernel: Kernel, binaries: &Binaries, extent: Extent, bless: bool, tal
     fs::remove_file(&initrd).with_context(|| format!("cannot remove {}", initrd.display()))?;
     let log = progress::log_file(&name)?;
     let text = fs::read_to_string(&log).with_context(|| format!("cannot read {}", log.display()))?;
-    // A guest that panics ends like one that is done.
+    // QEMU ends in the same way after a panic of the guest, so look for the guest's last line.
     if !text.lines().any(|line| line == "GUEST END") {
         tally.fail(&name, &format!("it did not finish: see {}", log.display()));
         return Ok(());
@@ -174,7 +174,7 @@ fn file_system(kernel: &Unpacked, binaries: &Binaries, extent: Extent, scratch: 
     Ok(archive)
 }
 
-/// The modules with their dependencies, and the index by which the kernel's requests find them.
+/// Adds the modules with their dependencies, and the index through which the kernel's requests find them.
 fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
     for module in MODULES {
         let mut command = Command::new("modprobe");
@@ -196,9 +196,9 @@ fn add_modules(archive: &Initramfs, kernel: &Unpacked) -> Result<()> {
     Ok(())
 }
 
-/// The first process of the guest. Its output goes to the host. It starts the second processor: while a kernel starts, it patches its own
-/// code, and in QEMU's emulation one that runs what another patches may panic (`Oops: int3`). It loads the modules before the
-/// tests: busybox's `modprobe` does not wait for a module that the kernel is still loading, and the kernel then refuses what needs it.
+/// Returns the script of the guest's first process, whose output goes to the host. It starts the second processor, since a booting kernel
+/// patches its own code, and in QEMU another processor that runs this code may panic (`Oops: int3`). It loads the modules before the tests:
+/// busybox's `modprobe` does not wait for a module that the kernel is still loading, and calls that need the module then fail.
 fn init(extent: Extent) -> String {
     let unit = if extent == Extent::Loading { LOADING } else { UNIT };
     format!(

@@ -1,4 +1,4 @@
-//! What a kernel's verifier counted for each program, against what it counted when the baseline was written.
+//! Compares the number of instructions that a kernel's verifier processed for each program with the baseline.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,19 +11,19 @@ use super::Kernel;
 use crate::test::tally::Tally;
 use crate::workspace;
 
-/// Growth that is reported, in percent. The verifier's limit is a million.
+/// The growth in percent above which a program is reported. The verifier's limit is a million instructions.
 const GROWTH: u64 = 20;
-/// What a test writes before each program's count.
+/// The prefix of a line with a program's count in the output of a test.
 const PREFIX: &str = "VERIFIED ";
 
-/// Instructions by kernel and program.
+/// The number of instructions by kernel and program.
 type Counts = BTreeMap<(String, String), u64>;
 
 fn baseline() -> PathBuf {
     workspace::root().join("tests/verified.txt")
 }
 
-/// Compares what a guest printed with the baseline, and reports growth. With `bless`, writes the baseline.
+/// Compares the counts in a guest's output with the baseline, and reports growth. With `bless`, writes the baseline.
 pub fn compare(kernel: Kernel, output: &str, bless: bool, tally: &mut Tally) -> Result<()> {
     let path = baseline();
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -51,13 +51,13 @@ pub fn compare(kernel: Kernel, output: &str, bless: bool, tally: &mut Tally) -> 
     Ok(())
 }
 
-/// The counts that the tests of a guest have reported.
+/// Returns the counts that the tests of a guest have reported.
 fn counted(kernel: Kernel, output: &str) -> Counts {
     let lines = output.lines().filter_map(|line| line.strip_prefix(PREFIX));
     read(&lines.map(|line| format!("{} {line}\n", kernel.version())).collect::<String>())
 }
 
-/// Lines of kernel, program and count; `#` begins a comment.
+/// Parses lines of kernel, program and count. A line that begins with `#` is a comment.
 fn read(text: &str) -> Counts {
     let lines = text.lines().filter(|line| !line.starts_with('#')).map(|line| line.split_whitespace());
     lines

@@ -1,4 +1,4 @@
-//! Builds everything and lists the test binaries.
+//! Builds all programs and tests, and lists the test binaries.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,21 +10,21 @@ use super::plan::CHART;
 use crate::progress::{self, Step};
 use crate::{process, workspace};
 
-/// What a test binary tests.
+/// The kind of a test binary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// Functions and modules.
+    /// Tests of functions and modules.
     Unit,
-    /// The real binaries in network namespaces: the `[[test]]` targets of the package `tests`.
+    /// Tests of the real binaries in network namespaces: the `[[test]]` targets of the package `tests`.
     EndToEnd,
 }
 
 /// A binary that cargo built for testing.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Binary {
-    /// What it tests; sorts unit tests first.
+    /// The kind; it comes first, so that unit tests sort first.
     pub kind: Kind,
-    /// `crate` or `crate/target`.
+    /// The name: `crate` or `crate/target`.
     pub name: String,
     /// The program.
     executable: PathBuf,
@@ -38,12 +38,12 @@ impl Binary {
         Self { kind, name: name.to_owned(), executable: PathBuf::new(), folder: PathBuf::new() }
     }
 
-    /// The program.
+    /// Returns the path of the program.
     pub fn path(&self) -> &Path {
         &self.executable
     }
 
-    /// Runs it as `cargo test` would.
+    /// Returns the command that runs it as `cargo test` would.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.executable);
         command.current_dir(&self.folder).env("CARGO_MANIFEST_DIR", &self.folder);
@@ -51,7 +51,7 @@ impl Binary {
     }
 }
 
-/// One line of cargo's JSON output, as far as it matters here.
+/// The relevant fields of a line of cargo's JSON output.
 #[derive(Deserialize)]
 struct Message {
     reason: String,
@@ -73,8 +73,8 @@ struct Profile {
     test: bool,
 }
 
-/// Builds the programs and all tests of them at once, so that nothing is compiled twice, and lists the test binaries, unit tests first. Of the
-/// examples, only the one that the checks run is linked, and the unit tests of those that have any.
+/// Builds the programs and all their tests with one command, so that nothing is compiled twice. Of the examples, links only the one that
+/// the checks run, and the unit tests of those that have any. Returns the test binaries, unit tests first.
 pub fn build() -> Result<Vec<Binary>> {
     let title = "build everything";
     let (step, log) = (Step::start(title), progress::log_file(title)?);
@@ -110,7 +110,7 @@ fn parse(line: &str) -> Option<Binary> {
     let is_lib = target.kind.iter().any(|kind| kind.ends_with("lib"));
     let is_test = package == "tests" && target.kind.iter().any(|kind| kind == "test");
     let name = if is_lib { package } else { format!("{package}/{}", target.name) };
-    // The chart is rendered without a lab.
+    // The chart's tests need no lab.
     let kind = if is_test && name != CHART { Kind::EndToEnd } else { Kind::Unit };
     Some(Binary { kind, name, executable: message.executable?, folder })
 }

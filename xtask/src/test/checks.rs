@@ -1,4 +1,4 @@
-//! The checks other than tests: tidy, formatting, drift of generated files, lints, licences. Each counts as one test.
+//! Runs the checks other than tests: tidy, formatting, drift of generated files, lints, licences. Each counts as one test.
 
 use std::fs;
 use std::process::Command;
@@ -10,16 +10,16 @@ use crate::setup::{self, CargoTool};
 use crate::toolchain::Toolchain;
 use crate::{codegen, progress, tidy, workspace};
 
-/// A check passes, or says why it cannot run here.
+/// A check's result: `None` if it passes, or why it cannot run here.
 type Outcome = Result<Option<&'static str>>;
 
-/// A check's name, and what runs it.
+/// A check's name and function.
 type Check = (&'static str, fn() -> Outcome);
 
-/// Those that compile nothing.
+/// The checks that compile nothing.
 const QUICK: [Check; 2] = [("rules (cargo xtask tidy)", || tidy::rules().map(|()| None)), ("formatting", format)];
 
-/// Those that compile.
+/// The checks that compile something.
 const SLOW: [Check; 5] = [
     ("lints", lints),
     ("lints of the eBPF programs", ebpf_lints),
@@ -64,7 +64,7 @@ fn lints() -> Outcome {
     progress::run("lints", &mut command).map(|()| None)
 }
 
-/// The programs compile for their own target only, so they are linted with the toolchain that compiles them.
+/// Lints the eBPF programs with the toolchain that compiles them, because they compile only for their own target.
 fn ebpf_lints() -> Outcome {
     let toolchain = Toolchain::find()?;
     if !toolchain.rust.bin_dir().join("cargo-clippy").exists() {
@@ -80,8 +80,8 @@ fn ebpf_lints() -> Outcome {
     Ok(None)
 }
 
-/// The result depends on two files only, so it is checked once for each content of theirs. The sums of what passed are kept next to them,
-/// because the tool takes seven minutes of processor time to compile.
+/// Checks licences and dependencies once for each content of the two files on which the result depends. The checksums of contents that
+/// passed are kept next to these files, because compiling the tool takes seven minutes of processor time.
 fn licences() -> Outcome {
     const PASSED: &str = "deny.passed";
     let sums = |arguments: &[&str]| {
@@ -105,7 +105,7 @@ fn unused_dependencies() -> Outcome {
     with_tool(setup::CARGO_MACHETE, "dependencies that nothing uses", &[])
 }
 
-/// Runs a tool that takes a minute to compile: worth it where it runs every time, not on everybody's laptop.
+/// Runs a tool that takes a minute to compile. Only CI, which runs it every time, installs it if it is missing.
 fn with_tool(tool: CargoTool, title: &str, arguments: &[&str]) -> Outcome {
     let program = match tool.find() {
         Some(program) => program,

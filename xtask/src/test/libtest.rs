@@ -1,4 +1,4 @@
-//! Runs one test binary and reads what Rust's test harness says about it.
+//! Runs a test binary and parses the output of Rust's test harness.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -12,27 +12,27 @@ use crate::process;
 use crate::process::Stream;
 use crate::progress::{self, Step};
 
-/// How many last lines are shown of a binary that ended without a result.
+/// The number of last lines that are shown of a binary that ended without a result.
 const TAIL_LINES: usize = 100;
 
-/// What a harness printed.
+/// The parsed output of a harness.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Output {
     passed: usize,
     failed: usize,
-    /// Tests that have ended, and their outcomes.
+    /// The tests that have ended, with their outcomes.
     ended: BTreeMap<String, String>,
-    /// Result lines; a binary that crashes or hangs prints none.
+    /// The number of result lines; a binary that crashes or hangs prints none.
     results: usize,
-    /// The failing tests' own output.
+    /// The output of the failed tests.
     failures: Vec<String>,
     in_failures: bool,
-    /// `SKIP` lines of tests that share no file with us: those of a guest.
+    /// The `SKIP` lines of a guest's tests, which cannot write to the host's file.
     skips: Vec<String>,
 }
 
 impl Output {
-    /// Reads one line of standard output.
+    /// Parses one line of standard output.
     fn line(&mut self, line: &str) {
         if let Some(result) = line.split("test result: ").nth(1) {
             let count = |what: &str| {
@@ -58,18 +58,18 @@ impl Output {
     }
 }
 
-/// How a binary is run.
+/// The options for running a binary.
 pub struct Run<'a> {
-    /// What it was given to choose tests, to tell which ones it was to run.
+    /// The arguments that select its tests, with which unfinished tests are listed.
     pub filters: &'a [&'a str],
-    /// When it counts as hanging.
+    /// The time after which it counts as hanging.
     pub timeout: Duration,
-    /// Whether a test that fails is run once more, with the machine to itself (`lab::machine`). For tests in real time on a shared
-    /// machine: one that then passes counts as passed, and is named in the summary.
+    /// Whether a failed test is run once more, with exclusive use of the machine (`lab::machine`), because it may depend on real time on a
+    /// shared machine. If it then passes, it counts as passed and is named in the summary.
     pub second_try: bool,
 }
 
-/// Runs a binary and adds what it says to `tally`.
+/// Runs a binary and adds its results to `tally`.
 pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -> Result<()> {
     let Run { filters, timeout, second_try } = *how;
     let (step, log) = (Step::start(name), progress::log_file(name)?);
@@ -79,7 +79,7 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
     let mut output = Output::default();
     let status = process::run(&mut command, &log, Some(timeout), |stream, line| {
         if stream == Stream::Out {
-            // A guest's lines come by a serial line.
+            // A guest's output comes over a serial line and has CR LF.
             output.line(line.trim_end_matches('\r'));
         }
         step.at(line);
@@ -100,7 +100,7 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
         output.passed += again.len();
     }
     if status.is_none() || output.results == 0 {
-        // Counts come last: what is known are the lines of tests that have ended.
+        // The harness prints counts last. Without them, count the lines of tests that have ended.
         let failed = output.failed_tests().len();
         output.passed = output.passed.max(output.ended.len() - failed);
         output.failed = output.failed.max(failed);
@@ -144,7 +144,7 @@ pub fn run(name: &str, mut command: Command, how: &Run<'_>, tally: &mut Tally) -
     Ok(())
 }
 
-/// Runs one test on its own; returns whether it passes.
+/// Runs one test alone, and returns whether it passes.
 fn passes_alone(command: &Command, test: &str, log: &Path, timeout: Duration) -> bool {
     let mut alone = process::without_arguments(command);
     alone.args([test, "--exact", "--test-threads", "1"]).env("SPILLWAY_TEST_ALONE", "1");
@@ -152,7 +152,7 @@ fn passes_alone(command: &Command, test: &str, log: &Path, timeout: Duration) ->
     process::run(&mut alone, &log, Some(timeout), |_, _| {}).is_ok_and(|status| status.is_some_and(|s| s.success()))
 }
 
-/// Names the failed tests as far as their lines could be read.
+/// Records the failed tests, by name if their lines could be parsed.
 fn record_failures(binary: &str, output: &Output, tally: &mut Tally) {
     let named = output.failed_tests();
     let why =
@@ -165,7 +165,7 @@ fn record_failures(binary: &str, output: &Output, tally: &mut Tally) {
     }
 }
 
-/// `SKIP <test>: <reason>` lines. A test that failed after all is no skip.
+/// Returns the tests and reasons of `SKIP <test>: <reason>` lines. A test that failed nevertheless does not count as skipped.
 fn read_skips(file: &Path, output: &Output) -> Result<BTreeMap<String, String>> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let failed: BTreeSet<&str> = output.failed_tests().into_iter().collect();
@@ -177,7 +177,7 @@ fn read_skips(file: &Path, output: &Output) -> Result<BTreeMap<String, String>> 
         .collect())
 }
 
-/// The tests that had not ended when the binary was killed.
+/// Returns the tests that had not ended when the binary was killed.
 fn unfinished(command: &Command, filters: &[&str], output: &Output) -> Vec<String> {
     let mut list = Command::new(command.get_program());
     list.args(["--list", "--format", "terse"]).args(filters);
@@ -217,7 +217,7 @@ mod tests {
         assert!(!output.failures.iter().any(|line| line.contains("running")));
     }
 
-    /// A stand-in for a test binary.
+    /// Runs a shell script in place of a test binary.
     fn run_script(name: &str, script: &str, timeout: Duration) -> Tally {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
@@ -246,7 +246,7 @@ mod tests {
     #[test]
     fn a_test_that_passes_alone_counts_as_passed_and_is_named() {
         for (alone, line) in [(0, "2 passed, 0 failed, 0 skipped"), (1, "1 passed, 1 failed, 0 skipped")] {
-            // The harness is asked for everything first, and then for the one that failed.
+            // The first call runs all tests, the second one only the failed test.
             let script = std::env::temp_dir().join(format!("spillway-harness-{}-{alone}", std::process::id()));
             let all = "test one ... ok\ntest two ... FAILED\ntest result: FAILED. 1 passed; 1 failed";
             let text = format!("#!/bin/sh\n[ \"$2\" = --exact ] && exit {alone}\necho '{all}'\nexit 101\n");

@@ -1,6 +1,6 @@
-//! `cargo xtask test`: everything that shows that the tree is in order, counted in one last line.
+//! `cargo xtask test`: runs all checks and tests, and prints their counts in the last line.
 //!
-//! What runs is data ([`plan`]). A job that fails does not stop the next one.
+//! The jobs of a run are data ([`plan`]). A failed job does not stop the next one.
 
 mod binaries;
 mod checks;
@@ -26,56 +26,56 @@ use plan::Job;
 use tally::Tally;
 
 const UNIT_TIMEOUT: Duration = Duration::from_secs(10 * 60);
-/// How many seeds of the simulated cluster a whole run tries: two minutes of processor time.
+/// The number of seeds of the simulated cluster in a whole run. They take two minutes of processor time.
 const SEEDS: &str = "1000";
-/// It gets what the other tests leave of the processors.
+/// The timeout of the simulated cluster, which gets only the processor time that other tests leave.
 const SIMULATION_TIMEOUT: Duration = Duration::from_secs(60 * 60);
-/// The end-to-end tests, over one transport or on Kubernetes, which wait for each other.
+/// The timeout of the end-to-end tests of one job. Jobs in labs and on Kubernetes wait for each other.
 const LAB_TIMEOUT: Duration = Duration::from_secs(60 * 60);
 
-/// When a whole run in CI begins nothing more of what it can do without, and says so. CI ends a run after 90 minutes, and machines there
-/// differ by a factor of three.
+/// The time after which a whole run in CI starts no more optional work, and reports it as skipped. CI ends a run after 90 minutes, and its
+/// machines differ in speed by a factor of three.
 const LATE: Duration = Duration::from_secs(45 * 60);
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Only tests whose name, or whose binary's name, contains this; no other checks
+    /// Run only tests whose name, or whose binary's name, contains this; no other checks
     filter: Option<String>,
-    /// Only the checks and the unit tests
+    /// Run only the checks and the unit tests
     #[arg(long, conflicts_with = "e2e")]
     unit: bool,
-    /// Only the end-to-end tests
+    /// Run only the end-to-end tests
     #[arg(long)]
     e2e: bool,
-    /// A subset that takes at most four minutes once everything is built: no lints, no other kernels, only the common end-to-end tests
+    /// Run a subset that takes at most four minutes once everything is built: no lints, no other kernels, only the common end-to-end tests
     #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "kernel"])]
     quick: bool,
-    /// Only the datapath's tests, under another kernel, in QEMU
+    /// Run only the datapath's tests, under another kernel, in QEMU
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["filter", "unit", "e2e"])]
     kernel: Vec<Kernel>,
-    /// Only the tests on Kubernetes, of this version: 1.32 is the oldest that the chart accepts, 1.37 the newest and the usual one
+    /// Run only the tests on Kubernetes, with this version: 1.32 is the oldest that the chart accepts, 1.37 the newest and the default
     #[arg(long, value_name = "VERSION", conflicts_with_all = ["unit", "quick", "kernel"])]
     kubernetes: Option<Kubernetes>,
-    /// Only the page of `egressctl serve`, in a real Chromium; its screenshot becomes docs/page.png
+    /// Test only the page of `egressctl serve`, in a real Chromium; its screenshot becomes docs/page.png
     #[arg(long, conflicts_with_all = ["filter", "unit", "e2e", "quick", "kernel"])]
     page: bool,
-    /// Record what the kernels' verifiers count as the baseline for later runs
+    /// Record the counts of the kernels' verifiers as the baseline for later runs
     #[arg(long, requires = "kernel")]
     bless: bool,
 }
 
 impl Args {
-    /// Whether nothing is left out.
+    /// Returns whether nothing is left out.
     fn is_whole(&self) -> bool {
         let part = self.unit || self.e2e || self.quick || self.page || self.kubernetes.is_some();
         self.filter.is_none() && !part && self.kernel.is_empty()
     }
 }
 
-/// The time that a run has for what it can do without: tests that run once more in other modes, other kernels, many seeds.
+/// The time budget for optional work: repeated tests in other modes, other kernels, many seeds.
 #[derive(Clone, Copy)]
 struct Schedule {
-    /// When that time is over, in a whole run in CI.
+    /// The end of this time, in a whole run in CI.
     late: Option<Instant>,
 }
 
@@ -84,7 +84,7 @@ impl Schedule {
         Self { late: (args.is_whole() && workspace::in_ci()).then(|| Instant::now() + LATE) }
     }
 
-    /// Whether there is time left to begin something. If not, it counts as skipped.
+    /// Returns whether there is time to start `what`; otherwise counts it as skipped.
     fn allows(self, what: &str, tally: &mut Tally) -> bool {
         let late = self.late.is_some_and(|late| Instant::now() > late);
         if late {
@@ -94,7 +94,7 @@ impl Schedule {
     }
 }
 
-/// Runs what `args` ask for. The last line of the output is the counts, also when something failed.
+/// Runs the jobs of `args`. The last line of the output has the counts, even if something failed.
 pub fn run(args: &Args) -> ExitCode {
     let mut tally = Tally::default();
     if let Err(error) = run_all(args, &mut tally) {
@@ -152,8 +152,8 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
     }
 }
 
-/// Builds the test binaries and, if the tests on Kubernetes are known to run, the programs of a cluster: compilers leave no processor idle, while
-/// tests mostly wait.
+/// Builds the test binaries and concurrently, if tests on Kubernetes are certain to run, the programs of a cluster. This comes before the
+/// tests, because compilers keep all processors busy, while tests mostly wait.
 fn compile(args: &Args) -> (Result<Vec<Binary>>, Option<Result<Programs>>) {
     let on_cluster = args.is_whole() || args.kubernetes.is_some();
     thread::scope(|scope| {
@@ -164,7 +164,7 @@ fn compile(args: &Args) -> (Result<Vec<Binary>>, Option<Result<Programs>>) {
     })
 }
 
-/// What nothing waits for, while nothing else wants a processor. None of it is in real time.
+/// Runs the checks and tests that nothing waits for, at idle priority. None of them depends on real time.
 fn behind_the_tests(schedule: Schedule, binaries: &[Binary]) -> Result<Tally> {
     process::idle()?;
     let mut tally = Tally::default();
@@ -187,11 +187,11 @@ fn doc_tests(tally: &mut Tally) -> Result<()> {
     libtest::run("doc tests", command, &how, tally)
 }
 
-/// Variables that say where the build's results are.
+/// The environment variables with the paths of the build's results.
 type Environment = Vec<(&'static str, OsString)>;
 
-/// The tests that use the programs of a Kubernetes, beside those in the labs: both mostly wait, and those that are strict about time take the
-/// machine for themselves.
+/// Runs the tests that use the programs of a cluster, concurrently with those in the labs. Both mostly wait, and tests that depend on real
+/// time take exclusive use of the machine.
 fn tests_with_cluster(jobs: &[Job<'_>], schedule: Schedule, environment: Result<Environment>) -> Tally {
     let mut tally = Tally::default();
     match environment {
@@ -201,7 +201,7 @@ fn tests_with_cluster(jobs: &[Job<'_>], schedule: Schedule, environment: Result<
     tally
 }
 
-/// Runs the jobs in sequence.
+/// Runs the jobs sequentially.
 fn run_jobs(jobs: &[Job<'_>], schedule: Schedule, environment: &Environment, tally: &mut Tally) {
     for job in jobs {
         if job.mode.is_some() && !schedule.allows(&job.title(), tally) {
@@ -246,7 +246,7 @@ fn find<'a>(binaries: &'a [Binary], name: &str) -> Result<&'a Binary> {
     binaries.iter().find(|binary| binary.name == name).with_context(|| format!("cargo builds no test binary {name}"))
 }
 
-/// Runs tests under other kernels; more of them where a kernel was asked for.
+/// Runs tests under other kernels. Runs more of them if the user `asked` for a kernel.
 fn guests(
     kernels: &[Kernel],
     asked: bool,
@@ -273,13 +273,13 @@ fn guests(
 
 /// The programs of a cluster.
 enum Programs {
-    /// They are in this folder.
+    /// The folder of the built programs.
     Built(PathBuf),
-    /// They cannot be built here, for these reasons.
+    /// The reasons why they cannot be built here.
     Lacking(String),
 }
 
-/// Builds the programs of a cluster, unless something is missing that set-up does not install; in CI it has to be there.
+/// Builds the programs of a cluster unless a prerequisite is missing that setup does not install. In CI, that is an error.
 fn cluster_programs(args: &Args) -> Result<Programs> {
     if workspace::in_ci() {
         setup::ensure(setup::Scope::Cluster)?;
@@ -294,7 +294,7 @@ fn cluster_programs(args: &Args) -> Result<Programs> {
     Ok(Programs::Lacking(missing.join("; ")))
 }
 
-/// Where the tests on Kubernetes find what they need, or why they are skipped.
+/// Returns the variables that tell the tests on Kubernetes where their programs are, or why they are skipped.
 fn environment(programs: Programs) -> Result<Environment> {
     let folder = match programs {
         Programs::Built(folder) => folder,

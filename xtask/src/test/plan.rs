@@ -1,31 +1,31 @@
-//! What a run consists of, as data: jobs that follow each other.
+//! The plan of a run, as data: jobs that run sequentially.
 //!
-//! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run at once, after those that make load or are strict
-//! about time, which take the machine for themselves (`lab::machine`). Jobs that use Kubernetes, or its programs, run beside the labs'. Other
-//! binaries do not run side by side.
+//! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run concurrently, after those that make load or
+//! depend on real time, which take exclusive use of the machine (`lab::machine`). Jobs that use Kubernetes or its programs run concurrently
+//! with the labs' jobs. Other binaries do not run concurrently.
 
 use super::Args;
 use super::binaries::{Binary, Kind};
 
-/// The tests on a Kubernetes.
+/// The tests on Kubernetes.
 const CLUSTER: &str = "tests/cluster";
-/// The tests of the chart, some of which use Helm and kubectl as they are built for a cluster.
+/// The tests of the chart, some of which use the Helm and kubectl that are built for a cluster.
 pub const CHART: &str = "tests/chart";
 /// The end-to-end tests.
 const SPILLWAY: &str = "tests/spillway";
-/// How many end-to-end tests may begin at once: all, so that `lab::machine` decides which of them run.
+/// The number of end-to-end tests that may begin concurrently: all of them, so that `lab::machine` decides which run.
 pub const THREADS: &str = "256";
 /// The modes in which they run once more. In the lab the transport `Auto` resolves to `direct`, and `xdp: Auto` to TC.
 ///
-/// How source nodes send and where gateways forward are independent of each other. So every module meets `direct`, `vxlan` and both places, but
-/// only those where most kinds of packets pass meet the pair of `direct` and XDP, too. The device has the outer headers of `vxlan`, which covers
-/// gateways that die, policies that change and ports that are used up, so these modules are not run with it.
+/// The transport of source nodes and the place where gateways forward are independent. So every module runs with `direct` and `vxlan` and
+/// in both places, but only the modules with most kinds of packets also run with `direct` and XDP. The device uses the same outer headers
+/// as `vxlan`, which covers dying gateways, changing policies and exhausted ports, so these modules are not run with the device.
 const OTHER_MODES: [(TestMode, &[&str]); 3] = [
     (TestMode { transport: Some("vxlan"), xdp: true }, &DEPENDING_ON_TRANSPORT),
     (TestMode { transport: Some("device"), xdp: false }, &["exits::", "host_rules::", "protocols::", "restart::"]),
     (TestMode { transport: None, xdp: true }, &["exits::", "protocols::"]),
 ];
-/// Their modules in which the transport matters.
+/// The modules of end-to-end tests that depend on the transport.
 const DEPENDING_ON_TRANSPORT: [&str; 9] = [
     "exits::",
     "failover::",
@@ -37,18 +37,18 @@ const DEPENDING_ON_TRANSPORT: [&str; 9] = [
     "slots::",
     "trace::",
 ];
-/// Those of `--quick`: a pod's packets leave as they should, and come back; policies and slots change.
+/// The modules of `--quick`: a pod's packets leave correctly and return; policies and slots change.
 const QUICK: [&str; 3] = ["exits::", "protocols::", "slots::"];
 
-/// The tests that open a page in a browser, which only `--page` asks for.
+/// The tests that open a page in a browser, which only `--page` runs.
 pub const PAGE: &str = "page::";
 
-/// How packets travel, where it is not the default.
+/// A mode in which packets take another path than the default one.
 #[derive(Clone, Copy, Debug)]
 pub struct TestMode {
-    /// This transport.
+    /// The transport, if it is not the default.
     transport: Option<&'static str>,
-    /// Gateways send them on at their drivers, and links are like those between cards.
+    /// Whether gateways forward packets at their drivers, and links behave like those between physical cards.
     xdp: bool,
 }
 
@@ -58,7 +58,7 @@ impl TestMode {
         parts.join(" and ")
     }
 
-    /// The variables of the environment that set it, with their values.
+    /// Returns the environment variables that select the mode, with their values.
     pub fn variables(self) -> impl Iterator<Item = (&'static str, &'static str)> {
         let transport = self.transport.map(|name| ("SPILLWAY_TEST_TRANSPORT", name));
         transport.into_iter().chain(self.xdp.then_some(("SPILLWAY_TEST_XDP", "Native")))
@@ -68,11 +68,11 @@ impl TestMode {
 /// One run of a test binary.
 #[derive(Debug)]
 pub struct Job<'a> {
-    /// What is run.
+    /// The test binary.
     pub binary: &'a Binary,
-    /// How all nodes are set unless a test says otherwise.
+    /// The mode of all nodes unless a test sets another one.
     pub mode: Option<TestMode>,
-    /// Only tests whose name contains one of these, if there are any.
+    /// If not empty, only tests whose name contains one of these run.
     pub tests: Vec<&'a str>,
 }
 
@@ -81,18 +81,18 @@ impl<'a> Job<'a> {
         Self { binary, mode: None, tests: Vec::new() }
     }
 
-    /// What the run's output calls it.
+    /// Returns the title of the job in the run's output.
     pub fn title(&self) -> String {
         let name = &self.binary.name;
         self.mode.map_or_else(|| name.clone(), |mode| format!("{name} by {}", mode.name()))
     }
 
-    /// Whether it needs a Kubernetes.
+    /// Returns whether it needs Kubernetes.
     pub fn is_on_cluster(&self) -> bool {
         self.binary.name == CLUSTER
     }
 
-    /// Whether it uses programs that are built for one.
+    /// Returns whether it uses programs that are built for a cluster.
     pub fn uses_cluster_programs(&self) -> bool {
         self.is_on_cluster() || self.binary.name == CHART
     }
@@ -102,7 +102,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// The jobs of the run that `args` ask for, in their order.
+/// Returns the jobs of a run with `args`, in their order.
 pub fn jobs<'a>(args: &'a Args, binaries: &'a [Binary]) -> Vec<Job<'a>> {
     let mut jobs = chosen(args, binaries);
     jobs.sort_by_key(Job::is_on_cluster);

@@ -1,4 +1,4 @@
-//! The disk space that a whole run takes: checked before the run, so that it does not fail in the middle.
+//! Checks the disk space for a whole run before it starts, so that it does not fail in the middle.
 
 use std::fs;
 use std::path::Path;
@@ -9,14 +9,14 @@ use nix::sys::statvfs::statvfs;
 use crate::{cluster, workspace};
 
 const GIGABYTE: u64 = 1 << 30;
-/// What cargo's target folder grows to.
+/// The final size of cargo's target folder.
 const BUILT: u64 = 4 * GIGABYTE;
-/// What Go takes while it builds Kubernetes.
+/// The space that Go takes while it builds Kubernetes.
 const KUBERNETES: u64 = 5 * GIGABYTE;
-/// What a run writes even if everything is built: images, guests' file systems, logs, the nodes of a cluster.
+/// The size of files that a run writes even if everything is built: images, guests' file systems, logs, the nodes of a cluster.
 const RUN: u64 = GIGABYTE;
 
-/// Says how much space a whole run needs, and fails if there is less.
+/// Prints how much space a whole run needs, and fails if less is free.
 pub fn ensure() -> Result<()> {
     let scratch = workspace::scratch_dir()?;
     let target = scratch.parent().unwrap_or(&scratch);
@@ -38,7 +38,7 @@ fn judge(used: u64, has_kubernetes: bool, free: u64, target: &Path) -> Result<St
     Ok(sentence)
 }
 
-/// The bytes of all files below a folder; what cannot be read counts as nothing.
+/// Returns the total size of all files below a folder, in bytes. Ignores files that cannot be read.
 fn size(folder: &Path) -> u64 {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let of = |entry: fs::DirEntry| match entry.metadata() {
@@ -64,7 +64,7 @@ mod tests {
             "a whole run needs 8.0 GB beside the 2.0 GB that /t already takes; 7.0 GB are free. Remove files, or set \
              CARGO_TARGET_DIR to a folder on a larger disk"
         );
-        // A built tree needs little, and never nothing.
+        // A built tree needs little space, but always some.
         assert!(judge(30, true, 1).is_ok());
         assert!(judge(30, true, 0).is_err());
     }

@@ -1,6 +1,6 @@
-//! What passed, what failed and what was skipped, and the line that says so.
+//! Counts what passed, failed and was skipped, and prints the summary.
 
-/// The counts of a run, with a name and a reason for all that did not pass.
+/// The counts of a run, with the name and the reason of everything that did not pass.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     passed: usize,
@@ -11,7 +11,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Adds what was counted elsewhere.
+    /// Adds the counts of another tally.
     pub fn add(&mut self, other: Tally) {
         self.passed += other.passed;
         self.failed.extend(other.failed);
@@ -30,32 +30,32 @@ impl Tally {
         self.failed.push((name.to_owned(), why.to_owned()));
     }
 
-    /// Counts something that could not run here.
+    /// Counts a test or check that could not run here.
     pub fn skip(&mut self, name: &str, why: &str) {
         self.skipped.push((name.to_owned(), why.to_owned()));
     }
 
-    /// Names a test that passed only at the second try.
+    /// Records a test that passed only at the second try.
     pub fn second_try(&mut self, name: &str) {
         self.second_try.push(name.to_owned());
     }
 
-    /// Points something out that is no failure.
+    /// Records a remark that is not a failure.
     pub fn note(&mut self, text: &str) {
         self.notes.push(text.to_owned());
     }
 
-    /// Whether nothing was counted.
+    /// Returns whether nothing was counted.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Whether anything failed.
+    /// Returns whether anything failed.
     pub fn has_failed(&self) -> bool {
         !self.failed.is_empty()
     }
 
-    /// Lists what was skipped and what failed, then the counts on a line of their own.
+    /// Prints what was skipped, what failed and what was remarked, then the counts on a separate line.
     pub fn print(&self) {
         for (title, list) in [("skipped", &self.skipped), ("failed", &self.failed)] {
             if !list.is_empty() {
@@ -76,7 +76,7 @@ impl Tally {
         println!("\n{}", self.line());
     }
 
-    /// `N passed, N failed, N skipped`.
+    /// Returns `N passed, N failed, N skipped`.
     pub fn line(&self) -> String {
         format!("{} passed, {} failed, {} skipped", self.passed, self.failed.len(), self.skipped.len())
     }

@@ -1,4 +1,4 @@
-//! Links in Markdown files point to files that exist.
+//! Checks that links in Markdown files point to existing files.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -26,7 +26,7 @@ pub fn check(tree: &Tree) -> Vec<Finding> {
     findings
 }
 
-/// Resolves `.` and `..`; `None` when the path leaves the clone.
+/// Resolves `.` and `..`. Returns `None` if the path leaves the clone.
 pub fn normal(path: &Path) -> Option<PathBuf> {
     let mut normal = PathBuf::new();
     for component in path.components() {

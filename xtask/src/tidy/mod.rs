@@ -1,4 +1,4 @@
-//! `cargo xtask tidy`: the rules that neither the compiler nor clippy checks. Each rule takes the files and returns findings; none changes one.
+//! `cargo xtask tidy`: checks the rules that neither the compiler nor clippy checks. Each rule returns findings and changes no file.
 
 mod links;
 mod rust;
@@ -14,14 +14,14 @@ use anyhow::{Result, bail};
 use crate::progress::{self, Step};
 use crate::workspace;
 
-/// The clone's text files, by their paths from its root.
+/// The clone's files by their paths relative to its root, with the contents of text files.
 type Tree = BTreeMap<PathBuf, String>;
 
-/// A rule that is broken at a place.
+/// A violation of a rule.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {
     path: PathBuf,
-    /// 0 when it concerns the whole file.
+    /// The line; 0 if the finding concerns the whole file.
     line: usize,
     message: String,
 }
@@ -36,18 +36,18 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Checks everything, formatting included.
+/// Checks all rules and the formatting.
 pub fn run() -> Result<()> {
     rules()?;
     format()
 }
 
-/// The formatting of all crates.
+/// Checks the formatting of all crates.
 pub fn format() -> Result<()> {
     progress::run("formatting", workspace::cargo("fmt").args(["--all", "--check"]))
 }
 
-/// All rules over all files.
+/// Checks all rules for all files.
 pub fn rules() -> Result<()> {
     let step = Step::start("rules");
     let tree = files()?;
@@ -63,7 +63,7 @@ pub fn rules() -> Result<()> {
     bail!("{} findings:{}", findings.len(), list.concat())
 }
 
-/// The files that git tracks, and new ones that it does not ignore. Files that are not text are empty: they only count as link targets.
+/// Returns the files that git tracks, and new files that it does not ignore. Non-text files are empty, and serve only as link targets.
 fn files() -> Result<Tree> {
     let root = workspace::root();
     let mut command = Command::new("git");

@@ -1,7 +1,7 @@
-//! Rules for Rust files: each says what it is for, has one subject, is reached by its crate, and leaves nothing undone.
+//! Rules for Rust files: each file states its purpose, has one subject, is reached by its crate, and contains no unfinished work.
 //!
-//! They read lines as `cargo fmt` writes them: a `mod` and each of its attributes have lines of their own, and a block ends with a brace
-//! below its beginning.
+//! The rules depend on the formatting of `cargo fmt`: a `mod` and each of its attributes are on separate lines, and the closing brace of a
+//! block is indented like its beginning.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -9,16 +9,16 @@ use std::path::{Path, PathBuf};
 use super::links::normal;
 use super::{Finding, Tree};
 
-/// More lines than this are more than one subject.
+/// The maximum number of lines. A longer file probably has more than one subject.
 const MAX_LINES: usize = 500;
 
-/// The one place where tests wait for a condition, by polling.
+/// The only file in which tests may poll a condition.
 const SLEEPER: &str = "tests/lab/wait.rs";
 
-/// Programs among the tests that let time pass.
+/// The programs among the tests, which may sleep.
 const PROGRAMS: [&str; 3] = ["tests/bench", "tests/demo", "tests/soak"];
 
-/// Words that say that something is not done. They are put together here so that this file passes its own rule.
+/// The words that mark unfinished work. They are concatenated here so that this file passes its own rule.
 const UNDONE: [&str; 3] = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X")];
 
 /// Checks every Rust file, and other texts for unfinished work.
@@ -56,13 +56,13 @@ fn is_rust(file: &Path) -> bool {
     file.extension().is_some_and(|ending| ending == "rs")
 }
 
-/// Texts that we write, by their endings: not licences, not lock files.
+/// Returns whether a file is a text of this project, by its extension: not a licence or a lock file.
 fn is_ours(file: &Path) -> bool {
     let ending = file.extension().and_then(|ending| ending.to_str());
     matches!(ending, Some("rs" | "md" | "toml" | "yaml" | "yml" | "sh")) || file.starts_with(".ci")
 }
 
-/// No test is ignored, and none sleeps.
+/// Checks that no test is ignored and none sleeps.
 fn check_tests(file: &Path, text: &str, is_test: bool, find: &mut impl FnMut(usize, &str)) {
     let mut inside: Option<String> = None;
     let mut before = "";
@@ -88,17 +88,17 @@ fn is_cfg_test(line: &str) -> bool {
     line.starts_with("#[cfg(") && line.contains("test")
 }
 
-/// Whether a line calls something named `sleep`.
+/// Returns whether a line calls a function named `sleep`.
 fn sleeps(code: &str) -> bool {
     let calls = |(at, _): (usize, &str)| !code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == '"');
     !code.starts_with("//") && code.match_indices("sleep(").any(calls)
 }
 
-/// The files that some crate compiles.
+/// The files that a crate compiles.
 #[derive(Default)]
 struct Reach {
     files: BTreeSet<PathBuf>,
-    /// Those of them that only tests compile.
+    /// The files that only tests compile.
     tests: BTreeSet<PathBuf>,
 }
 
@@ -140,7 +140,7 @@ impl Reach {
     }
 }
 
-/// Where the file of a `mod` line may be.
+/// Returns the possible paths of a `mod` line's file.
 fn places(file: &Path, is_root: bool, name: &str, path: Option<&str>) -> Vec<PathBuf> {
     let folder = file.parent().unwrap_or_else(|| Path::new(""));
     if let Some(path) = path {
@@ -151,7 +151,7 @@ fn places(file: &Path, is_root: bool, name: &str, path: Option<&str>) -> Vec<Pat
     vec![folder.join(format!("{name}.rs")), folder.join(name).join("mod.rs")]
 }
 
-/// Whether a Cargo.toml takes a file as the root of a target, by name or by cargo's conventions.
+/// Returns whether a file is the root of a target, because its Cargo.toml names it or by cargo's conventions.
 fn is_root(tree: &Tree, file: &Path) -> bool {
     let mut crates = file.ancestors().skip(1).filter_map(|folder| {
         let manifest = tree.get(&folder.join("Cargo.toml"))?;

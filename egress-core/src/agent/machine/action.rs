@@ -1,4 +1,4 @@
-//! What goes into the machine, and what comes out of it.
+//! The inputs and outputs of the machine.
 
 use crate::{
     agent::{
@@ -28,9 +28,9 @@ use std::{
 /// The settings that an agent's decisions depend on.
 #[derive(Clone, Debug)]
 pub struct MachineSettings {
-    /// What tells interfaces apart, except for the node's addresses.
+    /// The rules that classify interfaces, without the node's addresses.
     pub rules: InterfaceRules,
-    /// Probes of gateways.
+    /// The times of gateway probes.
     pub probe: ProbeTimes,
     /// How long a gateway's lease lasts.
     pub lease_duration: Duration,
@@ -42,24 +42,24 @@ pub struct MachineSettings {
     pub transport: Transport,
     /// The largest packet that the tunnel's device takes.
     pub tunnel_mtu: u32,
-    /// The record for the programs, except for what depends on links.
+    /// The configuration record for the programs, except the parts that depend on links.
     pub config: DatapathConfig,
     /// The programs' clock when the agent started.
     pub clock: Duration,
 }
 
-/// What an earlier agent has left in the maps.
+/// The state that an earlier agent has left in the maps.
 #[derive(Default)]
 pub struct Left {
-    /// The egress IPs that the kernel forwards for, and whether it answers for them.
+    /// The egress IPs that the kernel forwards for, and whether it answers for each.
     pub carried: BTreeMap<IpAddr, bool>,
-    /// The blocks that flows may use, by egress IP, and the carriers that they go to.
+    /// By egress IP: the blocks that flows may use, and the carriers that they go to.
     pub used: BTreeMap<IpAddr, LeftInUse>,
     /// Pods.
     pub endpoints: BTreeMap<EndpointId, EndpointView>,
-    /// Policies that can serve connections: the others wait for that, or for their time.
+    /// Policies that can serve connections. The others wait until they can, or until their time is up.
     pub policies: BTreeSet<PolicyId>,
-    /// The flags in the record of settings.
+    /// The flags in the configuration record.
     pub flags: u32,
 }
 
@@ -92,7 +92,7 @@ impl From<&Tables> for Left {
     }
 }
 
-/// The ends of the device that limits bandwidths.
+/// The two ends of the device that limits bandwidth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShaperEnds {
     /// ifindex of the near end.
@@ -108,72 +108,72 @@ pub struct Counted {
     pub ports: Option<Ports>,
     /// When it began.
     pub began: Duration,
-    /// The CPU time that it took. On a busy node it also waits for a CPU, which costs nothing.
+    /// The CPU time that it took, without the time that it waited for a CPU, which costs nothing.
     pub took: Duration,
 }
 
-/// One thing to do.
+/// One action that the machine requests.
 #[derive(Clone, Debug)]
 pub enum Action {
-    /// Send a probe. One that cannot be sent counts as unanswered.
+    /// Send a probe. A probe that cannot be sent counts as unanswered.
     Probe(NodeName, Request),
-    /// Tell the programs how long from now on they say that this node is able to carry egress IPs, and that it holds its lease.
+    /// Tell the programs for how long from now they say that this node is able to carry egress IPs and holds its lease.
     Heartbeat {
-        /// How long it is able; zero: not at all.
+        /// How long the node is able; zero means not at all.
         able: Duration,
-        /// How long it holds its lease ([`says_held_until`](crate::health::terms::says_held_until)). Zero: what they were told before stays,
-        /// which ends by itself. An agent that has just started does not know what its predecessor held.
+        /// How long the node holds its lease ([`says_held_until`](crate::health::terms::says_held_until)). Zero leaves what the programs
+        /// were told before, which ends by itself: an agent that has just started does not know what its predecessor held.
         held: Duration,
     },
     /// Read the programs' counters. Answered by `handle_counters`, or not at all.
     ReadCounters,
     /// Begin to count the ports that flows use. Answered by `handle_ports`, later.
     CountPorts(Growth),
-    /// Read again everything whose changes are not reported.
+    /// Read again all state whose changes are not reported.
     LookAgain,
 
-    /// Find the interfaces that these addresses of pods are behind. Answered by `handle_interfaces`.
+    /// Find the interfaces that lead to these pod addresses. Answered by `handle_interfaces`.
     FindInterfaces(BTreeSet<IpAddr>),
-    /// Check whether each pod's interface that exists has its programs. Answered by `handle_covered`, if so.
+    /// Check whether every existing pod interface has its programs. Answered by `handle_covered`, if so.
     SeeIfCovered,
-    /// Set up the host-stack path, with rules that hold packets that no program has seen unless they are for these networks. Answered by
+    /// Set up the host-stack path, with rules that hold packets that no program has seen, except packets to these networks. Answered by
     /// `handle_stack_path`, if that succeeds.
     MakeStackPath {
-        /// Some policy selects a pod of this node.
+        /// Whether some policy selects a pod of this node.
         selects: bool,
-        /// What is not held; absent if nothing is held.
+        /// The networks to which packets are not held; absent if nothing is held.
         hold: Option<BTreeSet<IpNet>>,
     },
-    /// Make the device that limits bandwidths, or remove it. Answered by `handle_shaper`.
+    /// Create the device that limits bandwidth, or remove it. Answered by `handle_shaper`.
     MakeShaper(bool),
     /// Attach the programs where they belong.
     Attach {
         /// The far end of the shaper.
         shaper: Option<u32>,
-        /// This node carries egress IPs.
+        /// Whether this node carries egress IPs.
         gateway: bool,
     },
     /// Find the routes to other nodes. Answered by `handle_routes`.
     FindRoutes(BTreeSet<IpAddr>),
     /// Write the tables. Answered by `handle_written`.
     Write {
-        /// What they must say.
+        /// The contents of the tables.
         view: Box<NodeView>,
-        /// The limits of egress IPs, out and in.
+        /// The bandwidth limits of egress IPs, outbound and inbound.
         limits: BTreeMap<IpAddr, [Bandwidth; 2]>,
     },
-    /// Make pods open connections by these egress IPs again at once if their first packets are unanswered: a gateway that they went to is no
-    /// longer used, and may have failed.
+    /// Make pods immediately reopen connections by these egress IPs if their first packets are unanswered: a gateway that they went to is
+    /// no longer used and may have failed.
     OpenAgain(BTreeSet<IpAddr>),
     /// Keep routes to these egress IPs for others.
     Advertise(BTreeSet<IpAddr>),
     /// Forward packets that arrive on these interfaces.
     Forward(Vec<String>),
-    /// Announce these egress IPs from now on, and ask for the next hops of their subnets.
+    /// Announce these egress IPs from now on, and ask for the MAC addresses of the next hops of their subnets.
     Announce(BTreeMap<IpAddr, EgressLink>),
     /// Keep the lease, or give it up.
     KeepLease(bool),
-    /// Publish what the node does, for people.
+    /// Publish the node's state for people.
     Publish,
 
     /// Write the status, if it differs. Answered by `handle_status` or `handle_status_failed`, later.

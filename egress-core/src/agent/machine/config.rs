@@ -1,4 +1,4 @@
-//! The parts of the programs' record of settings that are not settings.
+//! The parts of the programs' configuration record that do not come from the settings.
 
 use super::Machine;
 use crate::network::links::LinkKind;
@@ -8,16 +8,16 @@ use egress_common::{
 };
 use std::net::IpAddr;
 
-/// Bytes that a packet grows by in the tunnel: outer Ethernet is not counted, inner Ethernet (14), VXLAN (8), UDP (8) and
-/// outer IPv4 (20) or IPv6 (40) are.
+/// Bytes by which the tunnel enlarges a packet: inner Ethernet (14), VXLAN (8), UDP (8) and outer IPv4 (20) or IPv6 (40). Outer Ethernet is
+/// not counted.
 const OVERHEAD: [u32; 2] = [50, 70];
 /// IP and TCP headers without options, for IPv4 and IPv6.
 const HEADERS: [u32; 2] = [40, 60];
-/// The smallest segment that is ever asked for (RFC 9293, section 3.7.1).
+/// The smallest segment size that is ever requested (RFC 9293, section 3.7.1).
 const MIN_MSS: u32 = 536;
 
 impl Machine {
-    /// The record; with `hold`, packets that no program has seen are held, and if `limited`, the shaper is used.
+    /// Returns the record. With `hold`, packets that no program has seen are held; if `limited`, the shaper is used.
     pub(super) fn config(&self, hold: bool, limited: bool) -> DatapathConfig {
         let own = self.tunnel_addresses();
         let room = self.room(&own);
@@ -41,13 +41,13 @@ impl Machine {
         }
     }
 
-    /// Whether packets of egress IPs arrive or leave by a VLAN device.
+    /// Returns whether packets of egress IPs arrive or leave by a VLAN device.
     fn uses_vlan_devices(&self) -> bool {
         let mut links = self.facts.roles.gateway_interfaces().filter_map(|i| self.facts.links.links.get(&i));
         links.any(|link| matches!(link.kind, LinkKind::Vlan(_)))
     }
 
-    /// The largest packet that fits the tunnel.
+    /// Returns the largest packet that fits the tunnel.
     fn room(&self, own: &[IpAddr]) -> u32 {
         let underlays = self.facts.roles.underlays.keys().filter_map(|i| self.facts.links.links.get(i));
         let mtu = underlays.map(|l| l.mtu).min().unwrap_or(u32::MAX).min(self.settings.tunnel_mtu);
@@ -55,7 +55,7 @@ impl Machine {
         mtu.saturating_sub(OVERHEAD[ipv6_underlay as usize])
     }
 
-    /// Where other nodes reach this node's tunnel: its addresses in Kubernetes, IPv4 first, or those of the underlay.
+    /// Returns the addresses of this node's tunnel: its addresses in Kubernetes, IPv4 first, or those of the underlay.
     pub fn tunnel_addresses(&self) -> Vec<IpAddr> {
         let node = self.facts.objects.snapshot.nodes.get(&self.facts.node);
         let mut addresses: Vec<IpAddr> = node.into_iter().flat_map(|n| n.addresses.iter().copied()).collect();

@@ -1,8 +1,8 @@
-//! The agent as a state machine: events go in by `handle_*`, actions come out of [`Machine::poll_action`] in the order in which they
-//! must be carried out. Pure; times are since the agent's start.
+//! The agent as a state machine: `handle_*` takes events, and [`Machine::poll_action`] returns actions in the order in which they must be
+//! carried out. Pure; times are since the agent's start.
 //!
-//! Actions are carried out one by one, each before the next is polled. Some ask something: the answer, too, goes in before the next is
-//! polled. A change leads to a round ([`round`]), in which everything is decided again.
+//! Each action is carried out before the next is polled. If an action asks for an answer, the answer is also passed in before the next
+//! poll. A change leads to a round ([`round`]), in which everything is decided again.
 
 mod action;
 mod config;
@@ -44,55 +44,55 @@ use std::{
     time::Duration,
 };
 
-/// How often everything is decided again although nothing seems to have changed.
+/// How often everything is decided again even if nothing seems to have changed.
 const RESYNC: Duration = Duration::from_secs(5);
-/// Such rounds may take one part in this many of the time, but are no further apart than this: one that took long may have been stopped in
-/// the middle.
+/// Such rounds may take one part in this many of the time, but are at most [`RESYNC_AT_LEAST`] apart: a round that took long may have been
+/// stopped in the middle.
 const RESYNC_SHARE: u32 = 20;
 const RESYNC_AT_LEAST: Duration = Duration::from_secs(30);
-/// The least time between two writes of the status.
+/// The shortest time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
-/// The same if it cannot be written: the time doubles with each attempt, up to this.
+/// The longest time between attempts while the status cannot be written: the time doubles with each attempt, up to this.
 const STATUS_AT_LEAST: Duration = Duration::from_secs(5);
-/// How often changes of routes alone are looked at: a BGP speaker may have thousands a second, and few concern the node.
+/// How often changes of routes alone are processed: a BGP speaker may make thousands a second, and few concern the node.
 const ROUTES_EVERY: Duration = Duration::from_secs(1);
 /// How often the programs' counters are read.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The same while a gateway may be dying: probes that reach this node tell whether it is the one that is cut off.
+/// The same while a gateway may be dying: probes that reach this node tell whether this node is the one that is cut off.
 const LOOK_CLOSELY_EVERY: Duration = Duration::from_millis(10);
-/// The least time between two counts of the ports in use.
+/// The shortest time between two counts of the ports in use.
 const COUNT_EVERY: Duration = Duration::from_secs(2);
 /// A count may take one part in this many of the time.
 const COUNT_SHARE: u32 = 20;
-/// The same when ports are getting scarce.
+/// [`COUNT_EVERY`] when ports are getting scarce.
 const AT_ONCE_EVERY: Duration = Duration::from_millis(100);
-/// The same when ports are getting scarce.
+/// [`COUNT_SHARE`] when ports are getting scarce.
 const AT_ONCE_SHARE: u32 = 4;
-/// The longest pause between two counts: one that took long may have been stopped in the middle.
+/// The longest pause between two counts: a count that took long may have been stopped in the middle.
 const COUNT_PAUSE_AT_MOST: Duration = Duration::from_secs(60);
 
 /// The results of the last rounds.
 #[derive(Default)]
 pub struct RoundOutcome {
-    /// Up to this revision, the node's leases are in its tables.
+    /// The revision up to which the node's leases are in its tables.
     pub leases: u64,
-    /// The egress IPs that this node carries by its tables.
+    /// The egress IPs that this node carries according to its tables.
     pub carries: BTreeSet<IpAddr>,
-    /// Those of them that are announced.
+    /// The carried egress IPs that are announced.
     pub announced: BTreeMap<IpAddr, EgressLink>,
     /// The transports to other nodes.
     pub transports: BTreeMap<NodeName, Transports>,
-    /// Networks that may be the cluster's and that no object names.
+    /// Networks that may be the cluster's although no object names them.
     pub unnamed: Networks,
-    /// How far the tables are in programming policies.
+    /// Which versions of the policies are in the tables.
     pub programmed: Programmed,
-    /// What cannot be done for policies.
+    /// The problems that keep policies from being carried out.
     pub troubles: BTreeSet<Trouble>,
-    /// What could not be done in the last round.
+    /// The errors of the last round.
     pub errors: Vec<String>,
 }
 
-/// When each thing is due.
+/// When each periodic task is due.
 #[derive(Default)]
 struct Timers {
     resync: Duration,
@@ -104,18 +104,18 @@ struct Timers {
     routes: Duration,
 }
 
-/// An agent: all that it knows and has decided.
+/// An agent: everything that it knows and has decided.
 pub struct Machine {
     settings: MachineSettings,
     facts: Facts,
     decided: Decided,
     outcome: RoundOutcome,
     shaper: Option<ShaperEnds>,
-    /// The flags in the record of settings that the programs have.
+    /// The flags in the configuration record that the programs have.
     flags: u32,
-    /// The egress IPs that were advertised last.
+    /// The egress IPs that were last advertised.
     advertised: Option<BTreeSet<IpAddr>>,
-    /// What was left out of the tables the last time.
+    /// What was last left out of the tables.
     refused: Refused,
     effective: Effective,
     endpoints: BTreeMap<EndpointId, EndpointView>,
@@ -130,27 +130,27 @@ pub struct Machine {
     turned_away: BTreeSet<IpAddr>,
     /// How often the programs have found ports taken.
     tight: u64,
-    /// Until when the lease is held.
+    /// The time until which the lease is held.
     lease_until: Duration,
-    /// Until when the programs tell others so.
+    /// The time until which the programs tell others that the lease is held.
     told_until: Duration,
     timers: Timers,
     counting: bool,
-    /// Some route has changed.
+    /// Whether some route has changed.
     routes_due: bool,
     status_due: bool,
     writing_status: bool,
     status_pause: Duration,
-    /// The first round is carried out.
+    /// Whether the first round has been carried out.
     started: bool,
-    /// Something has changed.
+    /// Whether something has changed.
     dirty: bool,
     round: Option<Round>,
     actions: VecDeque<Action>,
 }
 
 impl Machine {
-    /// An agent that starts with these `facts`, and with what an earlier one has `left`. Its first round must be carried out at once.
+    /// Creates an agent from these `facts` and from what an earlier one has `left`. Its first round must be carried out immediately.
     pub fn new(settings: MachineSettings, left: Left, facts: Facts) -> Self {
         let carriers = Carriers::recover(&left.carried, &left.used);
         let histories = Histories::recover(&left.endpoints);
@@ -191,13 +191,13 @@ impl Machine {
         machine
     }
 
-    /// The objects are now these.
+    /// Takes the current objects.
     pub fn handle_objects(&mut self, objects: Arc<Objects>) {
         self.facts.objects = objects;
         self.dirty = true;
     }
 
-    /// The links are now these.
+    /// Takes the current links.
     pub fn handle_links(&mut self, links: Arc<LinkTable>) {
         match links.differs_in_routes_only(&self.facts.links) {
             true => self.routes_due = true,
@@ -206,40 +206,40 @@ impl Machine {
         self.facts.links = links;
     }
 
-    /// Programs are now at these exits. `bypass`: another party's program may deliver packets to pods past ours.
+    /// Takes the interfaces with exit programs. `bypass`: another party's program may deliver packets to pods without passing ours.
     pub fn handle_hooks(&mut self, exits: BTreeSet<u32>, bypass: bool) {
         self.dirty |= self.holds() || exits != self.facts.exits || bypass != self.facts.bypass;
         (self.facts.exits, self.facts.bypass) = (exits, bypass);
     }
 
-    /// The tunnel device now has this index.
+    /// Takes the current index of the tunnel device.
     pub fn handle_tunnel(&mut self, index: u32) {
         self.dirty |= index != self.facts.tunnel;
         self.facts.tunnel = index;
     }
 
-    /// The first round is carried out.
+    /// Notes that the first round has been carried out.
     pub fn handle_start(&mut self, now: Duration) {
         self.started = true;
         self.heartbeats = Heartbeats::new(self.settings.deadline, now);
     }
 
-    /// A probe was answered.
+    /// Takes an answer to a probe.
     pub fn handle_probe(&mut self, answer: &Answered, now: Duration) {
         self.dirty |= self.gateways.reply(answer, now);
     }
 
-    /// The lease is held until this time; zero: it is not.
+    /// Takes the time until which the lease is held; zero if it is not held.
     pub fn handle_lease(&mut self, until: Duration) {
         self.lease_until = until;
     }
 
-    /// The lease was given back.
+    /// Notes that the lease was given back.
     pub fn handle_released(&mut self) {
         self.dirty = true;
     }
 
-    /// How many probes the programs have answered, and how often they have found ports taken, in total.
+    /// Takes how many probes the programs have answered, and how often they have found ports taken, in total.
     pub fn handle_counters(&mut self, answered: u64, tight: u64, now: Duration) {
         let lease = LeaseWord {
             wanted: self.facts.is_named(),
@@ -254,7 +254,7 @@ impl Machine {
         }
     }
 
-    /// The ports in use were counted, or could not be.
+    /// Takes a count of the ports in use, or its failure.
     pub fn handle_ports(&mut self, Counted { ports, began, took }: Counted, now: Duration) {
         self.counting = false;
         let next = |every: Duration, share| {
@@ -270,12 +270,12 @@ impl Machine {
         self.dirty |= self.decided.withheld.update(&self.facts);
     }
 
-    /// The status has something to report that is not the machine's.
+    /// Notes that the status has something to report that does not come from the machine.
     pub fn handle_news(&mut self) {
         self.status_due = true;
     }
 
-    /// The status was written, or need not be (`done`); or it must be written again.
+    /// Notes that the status was written or need not be (`done`), or that it must be written again.
     pub fn handle_status(&mut self, done: bool) {
         self.writing_status = false;
         self.status_due |= !done;
@@ -284,7 +284,7 @@ impl Machine {
         }
     }
 
-    /// The status could not be written, and cannot be at once.
+    /// Notes that the status could not be written and must not be tried again immediately.
     pub fn handle_status_failed(&mut self, now: Duration) {
         self.handle_status(false);
         self.status_pause = (2 * self.status_pause).min(STATUS_AT_LEAST);
@@ -296,12 +296,12 @@ impl Machine {
         self.outcome.errors.push(error.to_string());
     }
 
-    /// The time is now `now`. To be called when [`next_wake`](Self::next_wake) says so, and after every other event.
+    /// Advances the time to `now`. Must be called when [`next_wake`](Self::next_wake) says so, and after every other event.
     pub fn handle_timeout(&mut self, now: Duration) {
         let actions = &mut self.actions;
         let send = |name: &NodeName, request: &_| actions.push_back(Action::Probe(name.clone(), *request));
         self.dirty |= self.gateways.tick(now, send);
-        // Other gateways may wait for it to hold its lease again.
+        // Other gateways may wait for this node to hold its lease again.
         let regained = now >= self.told_until && now < self.says_held_until() && self.heartbeats.may_announce(now);
         if self.heartbeats.look(now) || regained {
             self.send_heartbeat(now);
@@ -326,7 +326,7 @@ impl Machine {
         }
     }
 
-    /// The latest time at which to call [`handle_timeout`](Self::handle_timeout).
+    /// Returns the latest time at which to call [`handle_timeout`](Self::handle_timeout).
     pub fn next_wake(&self) -> Duration {
         // While a count or a status write is in progress, its end wakes the agent.
         let status = (self.status_due && !self.writing_status).then_some(self.timers.status);
@@ -337,7 +337,7 @@ impl Machine {
         sometimes.fold(self.timers.resync.min(self.timers.look).min(self.heartbeats.next()), Duration::min)
     }
 
-    /// The agent is about to stop: the other carriers take over where they can. Returns whether they can; then all of them know it a
+    /// Prepares for the agent's stop: the other carriers take over where they can. Returns whether they can; if so, all of them know it a
     /// moment after the actions are carried out.
     pub fn handle_stop(&mut self, now: Duration) -> bool {
         let (node, plan) = (&self.facts.node, &self.facts.objects.plan);
@@ -352,7 +352,7 @@ impl Machine {
         true
     }
 
-    /// The next action.
+    /// Returns the next action.
     pub fn poll_action(&mut self, now: Duration) -> Option<Action> {
         while self.actions.is_empty() && (self.round.is_some() || self.dirty) {
             self.advance(now);
@@ -365,8 +365,8 @@ impl Machine {
         Some(Action::WriteStatus)
     }
 
-    /// What a status says about leases, if an earlier one has `reported` this: the revision up to which they are in the tables, and
-    /// what is wanted and given back. Until the first write, the tables are those that an earlier agent has reported.
+    /// Returns what a status says about leases if an earlier status has `reported` this revision: the revision up to which they are in the
+    /// tables, and the demand for blocks. Until the first write, the tables are those that an earlier agent has reported.
     pub fn report(&mut self, reported: u64) -> (u64, BTreeMap<IpAddr, Demand>) {
         let (node, plan, withheld) = (&self.facts.node, &self.facts.objects.plan, &mut self.decided.withheld);
         let leases = reported.max(self.outcome.leases);
@@ -374,7 +374,7 @@ impl Machine {
         (leases, demand::demand(node, plan, &self.facts.ports, withheld))
     }
 
-    /// Whether egress IPs may be announced, and since when or from when on.
+    /// Returns whether egress IPs may be announced, and since when or from when on.
     pub fn may_announce(&self, now: Duration) -> (bool, Duration) {
         let hears = self.reach.hears(now);
         let silent_until = if hears { Duration::ZERO } else { now + LOOK_CLOSELY_EVERY };
@@ -392,32 +392,32 @@ impl Machine {
         terms::says_held_until(self.lease_until, self.settings.lease_duration)
     }
 
-    /// Whether the lease is held.
+    /// Returns whether the lease is held.
     pub fn is_lease_held(&self, now: Duration) -> bool {
         now < self.lease_until
     }
 
-    /// What is known about the node.
+    /// Returns what is known about the node.
     pub fn facts(&self) -> &Facts {
         &self.facts
     }
 
-    /// The results of the last rounds.
+    /// Returns the results of the last rounds.
     pub fn outcome(&self) -> &RoundOutcome {
         &self.outcome
     }
 
-    /// The gateways that are probed.
+    /// Returns the gateways that are probed.
     pub fn gateways(&self) -> &Gateways {
         &self.gateways
     }
 
-    /// How long it took to take over egress IPs of gateways that died.
+    /// Returns how long it took to take over egress IPs of gateways that died.
     pub fn takeovers(&self) -> Lengths {
         self.takeovers.lengths()
     }
 
-    /// What tells the node's interfaces apart.
+    /// Returns the rules that classify the node's interfaces.
     pub fn rules(&self) -> InterfaceRules {
         let node = self.facts.objects.snapshot.nodes.get(&self.facts.node);
         let node_addresses = node.into_iter().flat_map(|n| n.addresses.iter().copied()).collect();

@@ -1,4 +1,4 @@
-//! Other nodes that this one sends to, and how it probes them.
+//! The other nodes that this node sends to, and how it probes them.
 
 use crate::{
     agent::{
@@ -15,14 +15,14 @@ use std::{
     net::IpAddr,
 };
 
-/// The nodes that this one sends to: the gateways that it watches, and as a gateway those that hold blocks of its egress IPs.
+/// Returns the nodes that this node sends to: the gateways that it watches and, as a gateway, the holders of its egress IPs' blocks.
 pub(super) fn peers(
     facts: &Facts,
     view: &NodeView,
     watched: &BTreeSet<(&NodeName, IpAddr)>,
 ) -> BTreeMap<NodeName, Peer> {
     let own = view.egress_ips.values().filter(|e| e.forwards);
-    // By hash: a gateway of 5,000 nodes has a dozen leases of each.
+    // A hash set, because a gateway for 5,000 nodes has a dozen leases of each.
     let sources: HashSet<&NodeName> = own.flat_map(|e| e.leases.values()).filter(|n| **n != facts.node).collect();
     let all: BTreeSet<&NodeName> = sources.into_iter().chain(watched.iter().map(|(name, _)| *name)).collect();
     let peer = |name: &NodeName| {
@@ -37,7 +37,7 @@ pub(super) fn peers(
     all.into_iter().filter_map(peer).collect()
 }
 
-/// The gateways to probe, and how.
+/// Returns the gateways to probe, and how.
 pub(super) fn targets(
     watched: &BTreeSet<(&NodeName, IpAddr)>,
     view: &NodeView,

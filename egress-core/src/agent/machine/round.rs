@@ -1,11 +1,9 @@
-//! A round: everything is decided again, and differences are carried out. The order of its actions keeps these rules:
+//! A round decides everything again and carries out the differences. The order of its actions keeps these rules:
 //!
-//! - The rules that hold match what the programs note: they are added after the programs hold, and removed before the programs stop
-//!   holding.
-//! - Writes to the tables add before they delete. Egress IPs are announced, advertised and reported after the write, never without
-//!   it.
-//! - The shaper is there before the tables lead packets into it, and is removed after they have stopped.
-//! - Errors are reported at the end, so that none is missing.
+//! - The hold rules match what the programs note: they are added after the programs hold, and removed before the programs stop holding.
+//! - Writes to the tables add before they delete. Egress IPs are announced, advertised and reported after the write, and never without it.
+//! - The shaper exists before the tables lead packets into it, and is removed after they have stopped.
+//! - Errors are reported at the end, so that none is missed.
 
 use super::{Action, Machine, RESYNC_AT_LEAST, RESYNC_SHARE, RoundOutcome, ShaperEnds, peers};
 use crate::{
@@ -27,28 +25,28 @@ use std::{
     time::Duration,
 };
 
-/// How far a round has come, and what it has decided and been told so far.
+/// The progress of a round, and its decisions and answers so far.
 #[derive(Default)]
 pub(super) struct Round {
     step: Step,
     began: Duration,
-    /// Some policy selects a pod.
+    /// Whether some policy selects a pod.
     selects: bool,
-    /// The programs were holding when it began.
+    /// Whether the programs were holding when the round began.
     held: bool,
-    /// A selected pod is starting.
+    /// Whether a selected pod is starting.
     starting: bool,
-    /// All interfaces of pods have their programs.
+    /// Whether all interfaces of pods have their programs.
     covered: bool,
     path_made: bool,
-    /// The programs are to hold.
+    /// Whether the programs must hold.
     hold: bool,
-    /// The uplinks of the egress IPs that this node might carry are up.
+    /// Whether the uplinks of the egress IPs that this node might carry are up.
     connected: bool,
-    /// The node's ability to carry egress IPs has changed.
+    /// Whether the node's ability to carry egress IPs has changed.
     turned: bool,
     limits: BTreeMap<IpAddr, [Bandwidth; 2]>,
-    /// There are any.
+    /// Whether there are any limits.
     limited: bool,
     view: Box<NodeView>,
     peers: BTreeMap<NodeName, Peer>,
@@ -56,7 +54,7 @@ pub(super) struct Round {
     written: bool,
 }
 
-/// What comes next.
+/// The next step of a round.
 #[derive(Clone, Copy, Default)]
 enum Step {
     #[default]
@@ -87,7 +85,7 @@ impl Machine {
         self.round = Some(Round { step, ..round });
     }
 
-    /// What follows from objects and links alone.
+    /// Updates what follows from objects and links alone.
     pub(super) fn look_around(&mut self) {
         self.facts.roles = classify(&self.facts.links, &self.rules());
         self.outcome.unnamed = self.unnamed.update(&self.facts);
@@ -116,7 +114,7 @@ impl Machine {
         Step::SeeWhoIsLate
     }
 
-    /// Where the kernel has found addresses of pods.
+    /// Takes the interfaces at which the kernel has found addresses of pods.
     pub fn handle_interfaces(&mut self, found: BTreeMap<IpAddr, BTreeSet<u32>>) {
         let facts = &mut self.facts;
         let (interfaces, mut claimed) = view::interfaces(&facts.links, &facts.roles, &found, &self.endpoints);
@@ -146,7 +144,7 @@ impl Machine {
         Step::MakeStackPath
     }
 
-    /// Each interface of a pod has its programs.
+    /// Notes that every interface of a pod has its programs.
     pub fn handle_covered(&mut self) {
         if let Some(round) = &mut self.round {
             round.covered = true;
@@ -160,7 +158,7 @@ impl Machine {
         Step::Decide
     }
 
-    /// The host-stack path is set up as requested.
+    /// Notes that the host-stack path is set up as requested.
     pub fn handle_stack_path(&mut self) {
         if let Some(round) = &mut self.round {
             round.path_made = true;
@@ -178,7 +176,7 @@ impl Machine {
         if self.started && !facts.probes.values().any(|state| *state == ProbeState::Unknown) {
             facts.left.clear();
         }
-        // The programs' clock, at which a connection that is silent from now on is over.
+        // The tick of the programs' clock at which a connection that is silent from now on is over.
         let tick = ((self.settings.clock + facts.now).as_nanos() >> TICK_SHIFT) as u32;
         let over = tick.saturating_add(self.settings.config.tcp_established);
         decided.histories.update(snapshot, &facts.classes, over);
@@ -205,7 +203,7 @@ impl Machine {
         Step::Describe
     }
 
-    /// The device that limits bandwidths is there, or is not.
+    /// Takes the ends of the device that limits bandwidth, or its absence.
     pub fn handle_shaper(&mut self, ends: Option<ShaperEnds>) {
         self.shaper = ends;
     }
@@ -221,7 +219,7 @@ impl Machine {
         Step::Write
     }
 
-    /// The routes to other nodes, or why there is none.
+    /// Takes the routes to other nodes, or why there is none.
     pub fn handle_routes(&mut self, routes: BTreeMap<IpAddr, Result<Route, String>>) {
         if let Some(round) = &mut self.round {
             round.routes = routes;
@@ -246,7 +244,7 @@ impl Machine {
         Step::End
     }
 
-    /// The tables say what `view` says, which is as much as fits. The decisions are in force from now on, and may be reported.
+    /// Notes that the tables match `view`, which is as much as fits. The decisions are in force from now on, and may be reported.
     pub fn handle_written(&mut self, view: &NodeView, refused: &Refused, now: Duration) {
         let Some(round) = &mut self.round else { return };
         round.written = true;
@@ -254,7 +252,7 @@ impl Machine {
         let outcome = &mut self.outcome;
         outcome.troubles.extend(refused.troubles(&self.facts.objects.plan.egress_ips));
         outcome.errors.extend(refused.errors());
-        // What was removed has made room, perhaps.
+        // What was removed may have made room.
         self.dirty |= refused.has_more_than(&self.refused);
         self.refused.clone_from(refused);
         outcome.programmed.written(&self.facts.objects.snapshot.policies, &view.policies, now);
@@ -269,7 +267,7 @@ impl Machine {
         }
     }
 
-    /// The tables could not be written, and these are the flags in the record of settings.
+    /// Notes that the tables could not be written, and which flags are in the configuration record.
     pub fn handle_not_written(&mut self, error: impl ToString, flags: u32) {
         self.flags = flags;
         self.handle_error(error);
@@ -281,7 +279,7 @@ impl Machine {
             self.actions.push_back(Action::MakeShaper(false));
         }
         let facts = &self.facts;
-        // A gateway forwards, and so does a node whose stack sees the first packets of flows.
+        // A gateway forwards, and so does a node whose network stack sees the first packets of flows.
         if facts.may_be_gateway() || self.settings.config.flags & flags::RESPECT_FIREWALL != 0 {
             let uplinks = facts.roles.uplinks.iter().filter_map(|i| Some(facts.links.links.get(i)?.name.clone()));
             self.actions.push_back(Action::Forward(uplinks.collect()));
@@ -307,7 +305,7 @@ impl Machine {
         self.timers.resync = self.timers.resync.max(self.facts.now + pause);
     }
 
-    /// If nothing was written, the tables carry what they carried before, and answer for nothing more.
+    /// Decides what to announce and advertise. If nothing was written, the tables carry what they did before, and answer for nothing more.
     fn announce(&mut self, written: bool) {
         let mut wanted = view::announced(&self.facts, &self.decided);
         let RoundOutcome { carries, announced, .. } = &mut self.outcome;
@@ -325,12 +323,12 @@ impl Machine {
         self.decided.carriers.watched(&self.facts.node, &self.facts.objects.plan, &self.facts.used)
     }
 
-    /// Whether the programs hold unknown sources.
+    /// Returns whether the programs hold unknown sources.
     pub(super) fn holds(&self) -> bool {
         self.flags & flags::HOLD != 0
     }
 
-    /// The networks that the rules must not hold, if the programs hold.
+    /// Returns the networks that the hold rules must exempt, if the programs hold.
     pub fn held(&self) -> Option<BTreeSet<IpNet>> {
         self.holds().then(|| view::excepts(&self.facts.node, &self.facts.objects.snapshot, &self.facts.left_alone))
     }

@@ -1,4 +1,4 @@
-//! The order in which the machine has actions carried out, and how it handles failures.
+//! Tests the order of the machine's actions and how it handles failures.
 
 mod hosts;
 mod pace;
@@ -26,7 +26,7 @@ use egress_common::config::{self, flags};
 
 const POD: u32 = 9;
 
-/// Stands in for the agent around the machine: it carries out all actions but those in `fails`.
+/// Stands in for the agent around the machine: it carries out all actions except those in `fails`.
 struct Shell {
     machine: Machine,
     now: Duration,
@@ -46,7 +46,7 @@ impl Shell {
         Self::after(world, Left::default())
     }
 
-    /// An agent that comes after one that has `left` something.
+    /// Creates an agent that follows one that has `left` something.
     fn after(world: &FactsFixture, left: Left) -> Self {
         let settings = MachineSettings {
             rules: InterfaceRules::default(),
@@ -120,13 +120,13 @@ impl Shell {
         }
     }
 
-    /// The same after something has changed in the world.
+    /// Does the same after something in the cluster has changed.
     fn round(&mut self, world: &FactsFixture) -> Vec<String> {
         self.machine.handle_objects(objects(world));
         self.run()
     }
 
-    /// These gateways answer the probes that were sent last.
+    /// Lets the gateways that live answer the probes that were sent last.
     fn answer_probes(&mut self, lives: impl Fn(&NodeName) -> bool) {
         for (_, action) in self.done.clone() {
             if let Action::Probe(name, request) = action
@@ -152,7 +152,7 @@ impl Shell {
         sets.next_back().unwrap()
     }
 
-    /// Whether the programs and the rules hold, in the order in which they were set.
+    /// Returns whether the programs and the rules hold, in the order in which they were set.
     fn holding(&self) -> Vec<(&'static str, bool)> {
         let holding = self.done.iter().filter_map(|(_, action)| match action {
             Action::MakeStackPath { hold, .. } => Some(("rules", hold.is_some())),
@@ -163,7 +163,7 @@ impl Shell {
     }
 }
 
-/// The name of an action's variant.
+/// Returns the name of an action's variant.
 fn name(action: &Action) -> String {
     format!("{action:?}").chars().take_while(|c| c.is_alphanumeric()).collect()
 }
@@ -172,7 +172,7 @@ fn objects(world: &FactsFixture) -> Arc<Objects> {
     Arc::new(Objects { snapshot: world.snapshot.clone(), plan: world.plan.clone(), ..Objects::default() })
 }
 
-/// A pod of this node that a policy selects.
+/// Returns a pod of this node that a policy selects.
 fn pod(name: &str, ips: &[&str]) -> Endpoint {
     let labels = [("app".to_owned(), "web".to_owned())].into();
     let ips = ips.iter().map(|text| ip(text)).collect();
@@ -248,7 +248,7 @@ fn hold_rules_come_after_the_programs_and_go_before_them() {
     assert_eq!(shell.holding(), [("rules", true), ("programs", true)]);
     let known = |view: &NodeView| view.endpoints.values().filter(|pod| !pod.ips.is_empty()).count();
     assert_eq!(shell.views().map(known).collect::<Vec<_>>(), [2], "the pod is written while its packets are held");
-    // The rules cannot be removed: the programs still note what they match.
+    // The rules could not be removed, so the programs still note what they match.
     shell.fails = ["MakeStackPath"].into();
     shell.round(&world);
     assert_eq!(shell.holding(), [("rules", false), ("programs", true)]);
@@ -280,7 +280,7 @@ fn all_that_fails_in_a_round_is_published() {
         shell.round(&world);
         assert_eq!(shell.published, [] as [&str; 0], "{what}");
     }
-    // The second time in a round, after the programs hold.
+    // The action runs a second time in a round, after the programs hold.
     let (mut world, mut shell) = (FactsFixture::new(), Shell::new(&world));
     world.add(pod("web-2", &[]));
     shell.fails.insert("MakeStackPath");
@@ -296,7 +296,7 @@ fn blocks_are_used_once_their_carrier_says_that_it_knows_them_and_those_in_use_g
         let in_use = LeftInUse { carriers: vec![carrier.into()], blocks: [7].into() };
         Left { used: [(address, in_use)].into(), ..Left::default() }
     };
-    // Another carrier may never have known what was in use with the one before.
+    // A carrier may never have known the blocks that were in use with another one.
     for (left, at_first) in [(Left::default(), [].into()), (left("g2"), [].into()), (left("g1"), BTreeSet::from([7]))] {
         let mut shell = Shell::after(&world, left);
         shell.run();
@@ -397,7 +397,7 @@ fn connections_are_opened_again_once_the_tables_avoid_their_gateway() {
     shell.run();
     shell.machine.handle_start(shell.now);
     let mut opened = Vec::new();
-    // Both are alive; it is g2's turn by the plan; g2 is dead; the tables can be written again.
+    // Both are alive; the plan puts g2 first; g2 is dead and no write succeeds; the tables can be written again.
     for (until, living, fails) in [(500, "g1 g2", ""), (1_000, "g1 g2", ""), (2_000, "g1", "Write"), (3_000, "g1", "")]
     {
         if until == 1_000 {

@@ -9,7 +9,7 @@ use egress_common::port_block;
 use super::{FIXED_BLOCKS, Leasable, Round};
 use crate::plan::types::{BlockLease, BlockState, Blocks};
 
-/// The blocks of one egress IP, who has them and which are free.
+/// The blocks of one egress IP: which nodes hold them, and which are free.
 #[derive(Debug)]
 pub(super) struct Ledger {
     pub(super) blocks: Blocks,
@@ -27,12 +27,12 @@ pub(super) struct Ledger {
 }
 
 impl Ledger {
-    /// `blocks` are those that remain leased. A block that the address's own node uses by now, or may use, has to come back: its holder
-    /// takes no new ports from it.
+    /// Creates the ledger of blocks that remain leased. A block that the address's own node uses now, or may use, must come back: its
+    /// holder takes no new ports from it.
     pub(super) fn new(mut blocks: Blocks, ip: &Leasable<'_>, round: &Round<'_>) -> Self {
         let count = if ip.fixed.is_some() { FIXED_BLOCKS } else { port_block::COUNT };
         let mut usable = vec![true; usize::from(count)];
-        // Leased before any report that a node has the address.
+        // These were leased before any node reported that it has the address.
         blocks.range_mut(count..).for_each(|(_, lease)| lease.state = BlockState::Quarantined);
         let occupied = ip.fixed.and_then(|node| node.report.as_ref()).map(|report| &report.occupied_blocks);
         for block in occupied.into_iter().flatten() {
@@ -64,7 +64,7 @@ impl Ledger {
         self.blocks.len()
     }
 
-    /// The nodes of a sorted list that hold no block.
+    /// Returns the nodes of a sorted list that hold no block.
     pub(super) fn without(&self, sources: &[u32]) -> Vec<u32> {
         let mut held = self.held.keys().copied().peekable();
         let holds = |node: &u32| {
@@ -75,7 +75,7 @@ impl Ledger {
         sources.iter().copied().filter(|node| !holds(node)).collect()
     }
 
-    /// Leases up to `count` blocks to a node, first those that it had and never gave back. Returns how many it got.
+    /// Leases up to `count` blocks to a node, starting with those that it had and never gave back. Returns how many it got.
     pub(super) fn grant(&mut self, node: u32, count: u32, round: &Round<'_>) -> u32 {
         let mut got = 0;
         while got < count {
@@ -92,8 +92,8 @@ impl Ledger {
         got
     }
 
-    /// Leases more to the source nodes that ask for more, block by block to the one with the fewest, but leaves a
-    /// sixteenth for nodes that have none yet.
+    /// Leases more to the source nodes that want more, block by block to the node with the fewest, but leaves a sixteenth for nodes that
+    /// have none yet.
     pub(super) fn on_demand(&mut self, address: IpAddr, sources: &[u32], round: &Round<'_>) {
         let want = |node: u32| {
             let report = round.nodes[node as usize].report.as_ref()?;

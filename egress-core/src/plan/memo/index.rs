@@ -1,22 +1,22 @@
-//! Which policies select which endpoints, counted, so that the effect of a single endpoint is seen at once.
+//! Counts which policies select which endpoints, so that the effect of a single endpoint is found directly.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::model::{Distribution, Endpoint, EndpointId, EndpointSelector, NodeName, PolicyId, Requirement, Snapshot};
 use crate::plan::select::{NO_LABELS, Selection};
 
-/// All counts.
+/// The counts of a snapshot.
 #[derive(Debug)]
 pub struct Index {
     /// The nodes of the snapshot, ascending.
     names: Vec<NodeName>,
     /// The policies of the snapshot, ascending.
     policies: Vec<Selected>,
-    /// Policies by a label of pods that one of their selectors asks for.
+    /// Policies by a pod label that one of their selectors requires.
     by_label: BTreeMap<String, BTreeMap<String, Vec<u32>>>,
-    /// Policies with a selector that asks for no value of a label.
+    /// Policies with a selector that requires no value of a pod label.
     by_none: Vec<u32>,
-    /// How many endpoints are selected by these policies together, and no other.
+    /// How many endpoints are selected by exactly these policies.
     classes: BTreeMap<Vec<u32>, u32>,
 }
 
@@ -27,27 +27,27 @@ struct Selected {
     count: usize,
     /// How many run on each source node that has an object.
     sources: BTreeMap<u32, u32>,
-    /// Each of them and its node, where that matters (`PerEndpoint`).
+    /// Each of them and its node, if that matters (`PerEndpoint`).
     members: Option<BTreeMap<EndpointId, NodeName>>,
 }
 
-/// What changes while pods are taken in.
+/// What changes while pods are updated.
 #[derive(Debug, Default)]
 pub struct News {
     /// Policies with more or fewer endpoints than before.
     pub policies: BTreeSet<u32>,
     /// Policies for which a node has another version than before.
     pub programmed: BTreeSet<u32>,
-    /// The nodes of such endpoints, where policies have members.
+    /// The nodes of such endpoints, if policies have members.
     pub nodes: BTreeSet<NodeName>,
-    /// How many endpoints a policy had on a node.
+    /// How many endpoints a policy had on a node before.
     sources: BTreeMap<(u32, u32), u32>,
-    /// How many endpoints were of a class.
+    /// How many endpoints a class had before.
     classes: BTreeMap<Vec<u32>, u32>,
 }
 
 impl Index {
-    /// The counts of a snapshot.
+    /// Counts a snapshot.
     pub fn new(snapshot: &Snapshot, selection: &Selection<'_>) -> Self {
         let selected = |policy: &crate::model::Policy| Selected {
             id: policy.id.clone(),
@@ -85,42 +85,42 @@ impl Index {
         values.iter().for_each(|value| of_key.entry(value.clone()).or_default().push(policy));
     }
 
-    /// A policy by its number.
+    /// Returns a policy by its number.
     pub fn id(&self, policy: u32) -> &PolicyId {
         &self.policies[policy as usize].id
     }
 
-    /// The number of a policy.
+    /// Returns the number of a policy.
     pub fn number(&self, policy: &PolicyId) -> Option<u32> {
         self.policies.binary_search_by(|selected| selected.id.cmp(policy)).ok().map(|number| number as u32)
     }
 
-    /// A node by its place in the snapshot.
+    /// Returns a node by its place in the snapshot.
     pub fn name(&self, place: u32) -> &NodeName {
         &self.names[place as usize]
     }
 
-    /// The place of a node in the snapshot.
+    /// Returns the place of a node in the snapshot.
     pub fn place(&self, node: &NodeName) -> Option<u32> {
         self.names.binary_search(node).ok().map(|place| place as u32)
     }
 
-    /// The source nodes of a policy, ascending.
+    /// Returns the source nodes of a policy, ascending.
     pub fn sources(&self, policy: u32) -> impl Iterator<Item = u32> {
         self.policies[policy as usize].sources.keys().copied()
     }
 
-    /// How many endpoints a policy selects.
+    /// Returns how many endpoints a policy selects.
     pub fn endpoints(&self, policy: u32) -> usize {
         self.policies[policy as usize].count
     }
 
-    /// The endpoints of a policy with their nodes, if it is `PerEndpoint`.
+    /// Returns the endpoints of a policy with their nodes, if it is `PerEndpoint`.
     pub fn members(&self, policy: u32) -> Option<&BTreeMap<EndpointId, NodeName>> {
         self.policies[policy as usize].members.as_ref()
     }
 
-    /// The policies that have become, or ceased to be, policies of some node.
+    /// Returns the policies that have become, or ceased to be, policies of some node.
     pub fn resourced(&self, news: &News) -> impl Iterator<Item = u32> {
         let now = |policy: u32, node: u32| self.policies[policy as usize].sources.contains_key(&node);
         let differing =
@@ -128,13 +128,13 @@ impl Index {
         differing.map(|((policy, _), _)| *policy)
     }
 
-    /// The sets of policies that have begun, or ceased, to select some endpoint together.
+    /// Returns the sets of policies that have begun, or ceased, to select some endpoint together.
     pub fn reshaped<'n>(&self, news: &'n News) -> impl Iterator<Item = &'n [u32]> {
         let differs = |(class, before): &(&Vec<u32>, &u32)| (**before > 0) != self.classes.contains_key(*class);
         news.classes.iter().filter(differs).map(|(class, _)| class.as_slice())
     }
 
-    /// Takes in a pod as it is now.
+    /// Updates a pod to its present state.
     pub fn pod(&mut self, snapshot: &mut Snapshot, id: EndpointId, now: Option<Endpoint>, news: &mut News) {
         let old = match now {
             Some(endpoint) => snapshot.endpoints.insert(id.clone(), endpoint),
@@ -154,7 +154,7 @@ impl Index {
         }
     }
 
-    /// The policies that select an endpoint, ascending.
+    /// Returns the policies that select an endpoint, ascending.
     fn class(&self, snapshot: &Snapshot, endpoint: &Endpoint) -> Vec<u32> {
         let namespace = snapshot.namespaces.get(&endpoint.id.namespace).unwrap_or(&NO_LABELS);
         let node = snapshot.nodes.get(&endpoint.node).map_or(&NO_LABELS, |node| &node.labels);
@@ -192,7 +192,7 @@ impl Index {
     }
 }
 
-/// Counts one more or less of something, and returns how many there were.
+/// Counts one more or one less of something. Returns how many there were before.
 fn change<K: Ord + Clone>(counts: &mut BTreeMap<K, u32>, key: K, more: bool) -> u32 {
     let before = counts.get(&key).copied().unwrap_or(0);
     match if more { before + 1 } else { before.saturating_sub(1) } {

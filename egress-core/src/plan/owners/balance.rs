@@ -1,7 +1,7 @@
-//! Moves egress IPs between gateways until none has two more than another that could take one of its.
+//! Moves egress IPs between gateways until no gateway has two more than another that could take one of its egress IPs.
 //!
-//! A move may take several steps: one gateway gives to a second, which gives another egress IP to a third. Each round
-//! follows the shortest such path, so few are moved, and it ends because each round makes the loads more equal.
+//! A move may take several steps: one gateway gives to a second, which gives another egress IP to a third. Each round follows the shortest
+//! such path, so few egress IPs are moved, and it ends because each round makes the loads more equal.
 
 use std::cmp::Reverse;
 use std::collections::btree_map::Entry;
@@ -11,14 +11,14 @@ use std::time::Duration;
 use super::floating::{Floating, GatewayNode, Placement};
 use super::loads::Loads;
 
-/// Egress IPs that can go to the same places.
+/// Egress IPs that can go to the same gateways.
 type Kind = (usize, Option<u32>, Option<Duration>);
 
-/// The cost of a last step: the load of the gateway, how many more of the egress IP's own kind it would have than the one
-/// that gives it, how its zone is served, its place in the ring.
+/// The cost of a last step: the load of the gateway, how many more of the same policies and family it has than the one that gives the
+/// egress IP, how its zone is served, and its place in the ring.
 type Score = (u32, (i64, u32), u64);
 
-/// One step of a path: this egress IP goes from this node to that.
+/// One step of a path: an egress IP goes from one node to another.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     item: usize,
@@ -26,7 +26,7 @@ struct Step {
     to: u32,
 }
 
-/// Balances; returns whether it moved anything.
+/// Balances the loads. Returns whether it moved anything.
 pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Placement], loads: &mut Loads<'_>) -> bool {
     let mut able = vec![false; nodes.len()];
     let sets: BTreeMap<usize, &[u32]> = items.iter().map(|item| (item.set, item.candidates)).collect();
@@ -57,7 +57,7 @@ pub fn balance(items: &[Floating<'_>], nodes: &[GatewayNode], places: &mut [Plac
     }
 }
 
-/// The gateway with the most egress IPs that is not `stuck`, if some other that may be given one has two fewer.
+/// Returns the gateway with the most egress IPs that is not `stuck`, if another that may be given one has at least two fewer.
 fn heaviest(able: &[u32], nodes: &[GatewayNode], loads: &Loads<'_>, stuck: &BTreeSet<u32>) -> Option<u32> {
     let takers = able.iter().filter(|node| nodes[**node as usize].takes());
     let fewest = takers.map(|node| loads.load(*node)).min()?;
@@ -73,7 +73,7 @@ struct Search<'s, 'a> {
 }
 
 impl Search<'_, '_> {
-    /// A shortest path from a gateway to one that has at least two fewer; its steps, the last one first.
+    /// Returns the steps of a shortest path from a gateway to one that has at least two fewer, the last step first.
     fn way(&self, from: u32) -> Option<Vec<Step>> {
         let mut reached: BTreeMap<u32, Step> = BTreeMap::new();
         let mut scanned: BTreeSet<Kind> = BTreeSet::new();
@@ -92,7 +92,7 @@ impl Search<'_, '_> {
                             continue;
                         }
                         let step = Step { item, from: node, to };
-                        // Several may take the last step to the same gateway: the best one does.
+                        // Several steps may lead to the same last gateway: the best one is taken.
                         if self.loads.load(to) + 2 <= self.loads.load(from) && self.loads.has_room(item, to, None) {
                             let (alike, zone) = taste.of(to);
                             let more = i64::from(alike) - i64::from(self.loads.alike(item, node));
@@ -122,7 +122,7 @@ impl Search<'_, '_> {
         None
     }
 
-    /// What a node could give away, one egress IP of each kind, so that it has room for the one by which it was reached.
+    /// Returns what a node could give away: one egress IP of each kind whose departure makes room for the arriving one.
     fn offers(&self, node: u32, arriving: Option<&Step>) -> BTreeMap<Kind, usize> {
         let mut offers: BTreeMap<Kind, usize> = BTreeMap::new();
         let movable = |item: &usize| !self.items[*item].first && !self.loads.returns(*item);

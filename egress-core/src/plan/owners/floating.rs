@@ -9,35 +9,35 @@ use crate::model::{Failback, Family};
 /// A node as a gateway.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GatewayNode {
-    /// It does not report that it is not ready, and is not being drained.
+    /// False if it reports that it is not ready, or is being drained.
     pub ready: bool,
     /// Its lease.
     pub health: NodeHealth,
     /// How many floating egress IPs it may own in all.
     pub limit: Option<u32>,
-    /// The limit is its own, so the pools' limits do not apply to it.
+    /// Whether the limit is the node's own, so that the pools' limits do not apply to it.
     pub own_limit: bool,
     /// Its zone, by number.
     pub zone: Option<u32>,
-    /// An agent of it has reported.
+    /// Whether its agent has reported.
     pub reports: bool,
-    /// What it is chosen by as a carrier ([`node_key`](crate::plan::carriers::node_key)).
+    /// The key by which it is chosen as a carrier ([`node_key`](crate::plan::carriers::node_key)).
     pub key: u64,
 }
 
 impl GatewayNode {
-    /// Whether it keeps the egress IPs that it has.
+    /// Returns whether it keeps the egress IPs that it has.
     pub fn keeps(&self) -> bool {
         self.ready && self.health.is_fresh()
     }
 
-    /// Whether it may be given an egress IP.
+    /// Returns whether it may be given an egress IP.
     pub fn takes(&self) -> bool {
         self.ready && self.health.is_proven()
     }
 
-    /// Whether it may be a carrier besides the owner. A node without a lease because it was not asked for one is asked by
-    /// that.
+    /// Returns whether it may be a carrier besides the owner. A node that has no lease because it was not asked for one is asked by
+    /// becoming a carrier.
     pub fn stands_by(&self) -> bool {
         self.ready && (self.health.is_fresh() || self.reports && self.health.is_unasked())
     }
@@ -54,15 +54,15 @@ pub struct Floating<'a> {
     pub set: usize,
     /// The policies that use it, by number, in order of precedence.
     pub policies: Vec<u32>,
-    /// Where in the ring of candidates its search begins.
+    /// Where its search in the ring of candidates begins.
     pub start: u64,
-    /// Its policies depend on zones.
+    /// Whether its policies depend on zones.
     pub zoned: bool,
-    /// Its pool by number, and how many of that pool's a node may own.
+    /// Its pool by number, and how many egress IPs of that pool a node may own.
     pub pool: Option<(u32, Option<u32>)>,
     /// What happens when a gateway comes back.
     pub failback: Failback,
-    /// It goes to the first candidate that can have it, and is not moved for balance.
+    /// Whether it goes to the first candidate that can have it, and is not moved for balance.
     pub first: bool,
     /// Its owner so far, if that node exists.
     pub owner: Option<u32>,
@@ -75,18 +75,18 @@ pub struct Floating<'a> {
 }
 
 impl Floating<'_> {
-    /// Whether the node is among those that may own it.
+    /// Returns whether the node is among those that may own it.
     pub fn selects(&self, node: u32) -> bool {
         self.candidates.binary_search(&node).is_ok()
     }
 
-    /// The policies that use it, each with the family whose flows it serves.
+    /// Returns the policies that use it, each with the family whose flows it serves.
     pub fn uses(&self) -> impl Iterator<Item = (u32, Family)> {
         let family = Family::of(self.address);
         self.policies.iter().map(move |policy| (*policy, family))
     }
 
-    /// How long a gateway that lapsed must have been back; `None`: it does not matter how long.
+    /// Returns how long a gateway that lapsed must have been back; `None` if it does not matter how long.
     pub fn delay(&self) -> Option<Duration> {
         match self.failback {
             Failback::Preferred { delay } => Some(delay),
@@ -94,7 +94,7 @@ impl Floating<'_> {
         }
     }
 
-    /// The gateway that it goes back to as soon as that has been back for the delay.
+    /// Returns the gateway that it goes back to as soon as that gateway has been back for the delay.
     pub fn returns_to(&self, nodes: &[GatewayNode]) -> Option<u32> {
         let delay = self.delay()?;
         self.preferred.filter(|preferred| {
@@ -110,6 +110,6 @@ impl Floating<'_> {
 pub struct Placement {
     /// The eligible gateway that has it.
     pub node: Option<u32>,
-    /// It had no eligible owner before.
+    /// Whether it had no eligible owner before.
     pub placed: bool,
 }

@@ -1,7 +1,7 @@
-//! How many egress IPs each gateway has while owners are chosen, and which gateway is the best for one more.
+//! The number of egress IPs of each gateway while owners are chosen, and the best gateway for one more.
 //!
-//! One that waits for its gateway to be back for the delay counts there already, except against limits. Otherwise egress IPs with another
-//! delay would be moved to fill its place, and back when it returns.
+//! An egress IP that waits for its gateway to be back for the delay counts there already, except against limits. Otherwise egress IPs with
+//! another delay would be moved to fill its place, and back when it returns.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::floating::{Floating, GatewayNode};
 use crate::model::Family;
 
-/// What each gateway has so far.
+/// The egress IPs that each gateway has so far.
 #[derive(Debug)]
 pub struct Loads<'a> {
     items: &'a [Floating<'a>],
@@ -18,13 +18,13 @@ pub struct Loads<'a> {
     returns: Vec<Option<u32>>,
     load: Vec<u32>,
     of_pool: BTreeMap<u32, BTreeMap<u32, u32>>,
-    /// Flows of one family see the egress IPs of that family only, so each is spread separately.
+    /// Flows of one family see only the egress IPs of that family, so each family is spread separately.
     of_policy: BTreeMap<(u32, Family), BTreeMap<u32, u32>>,
     on_node: Vec<BTreeSet<usize>>,
 }
 
 impl<'a> Loads<'a> {
-    /// No gateway has anything.
+    /// Creates loads in which no gateway has anything.
     pub fn new(items: &'a [Floating<'a>], nodes: &'a [GatewayNode]) -> Self {
         Self {
             items,
@@ -37,22 +37,22 @@ impl<'a> Loads<'a> {
         }
     }
 
-    /// How many egress IPs a node has when all have gone back.
+    /// Returns how many egress IPs a node has when all have gone back.
     pub fn load(&self, node: u32) -> u32 {
         self.load[node as usize]
     }
 
-    /// Whether the egress IP will go back to a gateway, wherever it is until then.
+    /// Returns whether the egress IP will go back to a gateway, wherever it is until then.
     pub fn returns(&self, item: usize) -> bool {
         self.returns[item].is_some()
     }
 
-    /// The egress IPs that a node has.
+    /// Returns the egress IPs that a node has.
     pub fn on(&self, node: u32) -> &BTreeSet<usize> {
         &self.on_node[node as usize]
     }
 
-    /// The node gets an egress IP.
+    /// Gives an egress IP to a node.
     pub fn add(&mut self, item: usize, node: u32) {
         self.on_node[node as usize].insert(item);
         let home = self.returns[item].unwrap_or(node);
@@ -65,7 +65,7 @@ impl<'a> Loads<'a> {
         }
     }
 
-    /// The node loses an egress IP.
+    /// Takes an egress IP from a node.
     pub fn remove(&mut self, item: usize, node: u32) {
         self.on_node[node as usize].remove(&item);
         let home = self.returns[item].unwrap_or(node);
@@ -78,7 +78,7 @@ impl<'a> Loads<'a> {
         }
     }
 
-    /// Whether a node may have one more, when `leaving` goes elsewhere at the same time.
+    /// Returns whether a node may have one more egress IP if `leaving` goes elsewhere at the same time.
     pub fn has_room(&self, item: usize, node: u32, leaving: Option<usize>) -> bool {
         let pool = |item: usize| self.items[item].pool;
         let gateway = &self.nodes[node as usize];
@@ -95,14 +95,14 @@ impl<'a> Loads<'a> {
         }
     }
 
-    /// How many egress IPs of the same policies and family a node has.
+    /// Returns how many egress IPs of the same policies and family a node has.
     pub fn alike(&self, item: usize, node: u32) -> u32 {
         let of = |policy| self.of_policy.get(&policy).and_then(|of: &BTreeMap<u32, u32>| of.get(&node)).copied();
         self.items[item].uses().filter_map(of).sum()
     }
 
-    /// The best node for an egress IP among its candidates that are `able` and have room: the one with the least load, then with the fewest of the same policies and family, then (where its policies care) in the zone with the fewest of
-    /// theirs, then the next in the ring; or the very first, if the egress IP wants that.
+    /// Returns the best `able` candidate with room: the one with the least load, then with the fewest of the same policies and family, then
+    /// (if zones matter) in the zone with the fewest of these, then next in the ring; or the very first, if the egress IP wants that.
     pub fn best(&self, item: usize, able: impl Fn(u32) -> bool) -> Option<u32> {
         let able = |node: &u32| able(*node) && self.has_room(item, *node, None);
         let candidates = self.items[item].candidates;
@@ -119,12 +119,12 @@ impl<'a> Loads<'a> {
             .min_by_key(|node| taste.of(*node))
     }
 
-    /// How bad a node is for an egress IP, given equal loads.
+    /// Returns how an egress IP ranks nodes with equal loads.
     pub fn taste(&self, item: usize) -> Taste<'_> {
         Taste::new(self, item)
     }
 
-    /// The cost of taking an egress IP from a node; the least is taken first.
+    /// Returns the cost of taking an egress IP from a node; the egress IP with the least cost is taken first.
     pub fn attachment(&self, item: usize, node: u32, placed: bool) -> impl Ord + use<> {
         let away = self.items[item].preferred != Some(node);
         (!placed, !away, Reverse(self.alike(item, node)), Reverse(item))
@@ -164,7 +164,7 @@ impl<'a> Taste<'a> {
         Self { nodes: loads.nodes, alike, in_zone }
     }
 
-    /// Less is better.
+    /// Returns the rank of a node; less is better.
     pub fn of(&self, node: u32) -> (u32, u32) {
         let count = |counts: &BTreeMap<Option<u32>, u32>| counts.get(&self.nodes[node as usize].zone).copied();
         let zone = self.in_zone.as_ref().and_then(count).unwrap_or(0);

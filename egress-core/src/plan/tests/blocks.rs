@@ -1,4 +1,4 @@
-//! Leases of port blocks.
+//! Tests of leases of port blocks.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -36,7 +36,7 @@ fn first_ip() -> IpAddr {
     v4(IP[0], IP[1], IP[2])
 }
 
-/// No block changes its holder unless the holder gave it back or is gone.
+/// Checks that no block changes its holder unless the holder gave it back or is gone.
 pub fn check_holders(snapshot: &Snapshot, health: &Health, before: &Plan, after: &Plan) -> Result<(), TestCaseError> {
     for (address, blocks) in &before.blocks {
         for (number, old) in blocks {
@@ -57,7 +57,7 @@ pub fn check_holders(snapshot: &Snapshot, health: &Health, before: &Plan, after:
     Ok(())
 }
 
-/// Grants of this round carry its revision, which is higher than all before, and go to nodes with selected pods.
+/// Checks that grants of this round carry its revision, which is higher than all before, and go to nodes with selected pods.
 pub fn check_grants(snapshot: &Snapshot, before: &Plan, after: &Plan) -> Result<(), TestCaseError> {
     let mut granted = false;
     for (address, blocks) in &after.blocks {
@@ -172,7 +172,7 @@ proptest! {
 
 const OWN_ADDRESS: &str = "198.51.100.7";
 
-/// A policy by the address of gw0, used by w0.
+/// Returns a cluster with a policy by the address of gw0, used by w0.
 fn own_address() -> (Snapshot, Health) {
     let (mut snapshot, health) = cluster(1, 1);
     let address =
@@ -192,7 +192,7 @@ fn a_block_that_the_node_came_to_use_is_leased_again_when_it_no_longer_does() {
     report(&mut snapshot, "gw0").occupied_blocks.insert(5);
     let second = plan(&snapshot, &health, &first);
     assert_eq!(state(&second), Some((BlockState::Quarantined, 1)), "its flows continue");
-    // Once it is idle.
+    // Once the block is idle.
     report(&mut snapshot, "w0").own_lease_revision = 1;
     let demand = Demand { want: 400, released: [5].into() };
     report(&mut snapshot, "w0").demand.insert(ip(OWN_ADDRESS), demand);

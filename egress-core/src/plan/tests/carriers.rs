@@ -1,4 +1,4 @@
-//! The order of carriers.
+//! Tests of the order of carriers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -17,7 +17,7 @@ fn pools(snapshot: &mut Snapshot, counts: &[u32]) {
     }
 }
 
-/// Every gateway reports that it carries what the plan says.
+/// Lets every gateway report that it carries what the plan says.
 fn report(snapshot: &mut Snapshot, plan: &Plan) {
     for node in snapshot.nodes.values_mut() {
         let carried = plan.egress_ips.iter().filter(|(_, ip)| ip.carriers.contains(&node.name));
@@ -59,7 +59,7 @@ proptest! {
         let (mut snapshot, mut health) = cluster(gateways, 1);
         let mut before = Plan::default();
         for n in 0..counts.len() {
-            // All at once, or one by one, each with the carriers so far.
+            // All together, or one by one, each with the carriers so far.
             pools(&mut snapshot, if one_by_one { &counts[..=n] } else { &counts });
             before = plan(&snapshot, &health, &before);
             report(&mut snapshot, &before);
@@ -120,7 +120,7 @@ fn an_egress_ip_more_changes_few_other_orders() {
         add_policy(&mut snapshot, policy(&format!("policy{n}"), Source::Pools(vec![request("public", 1)])));
         let after = plan(&snapshot, &health, &before);
         let old = carriers(&before).into_iter().filter(|(address, old)| after.egress_ips[address].carriers != *old);
-        // One for each other owner, where the last place of a level is another one's.
+        // One for each other owner, if the last place of a level goes to another gateway.
         assert!(old.count() <= 4, "{n}");
         before = after;
     }

@@ -1,4 +1,4 @@
-//! The merged prefix table against looking at every policy.
+//! Checks the merged prefix table against an examination of every policy.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -12,7 +12,7 @@ use crate::testing::world::*;
 
 type Table = Vec<(IpNet, Option<PolicyId>)>;
 
-/// Which policy steers a destination, in the words of the design.
+/// Returns which policy steers a destination, by the definition of the design.
 pub(super) fn winner(policies: &BTreeMap<PolicyId, Policy>, to: IpAddr) -> Option<PolicyId> {
     policies
         .values()
@@ -32,7 +32,7 @@ fn look_up(table: &Table, to: IpAddr) -> Option<PolicyId> {
     longest.and_then(|(_, policy)| policy.clone())
 }
 
-/// Both ends of each prefix, and their neighbours: where anything can change.
+/// Returns both ends of each prefix, and their neighbours: where anything can change.
 fn edges(policies: &BTreeMap<PolicyId, Policy>) -> Vec<IpAddr> {
     let nets = policies.values().flat_map(|policy| policy.destinations.iter().chain(&policy.excluded));
     nets.flat_map(|net| {

@@ -1,4 +1,4 @@
-//! Addresses that are taken out of their pool while they are in use.
+//! Tests of addresses that are taken out of their pool while they are in use.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -12,7 +12,7 @@ use crate::testing::world::*;
 const FIRST: fn() -> IpAddr = || v4(0, 0, 1);
 const SECOND: fn() -> IpAddr = || v4(0, 0, 2);
 
-/// A policy with two addresses out of a pool, whose pods' node has blocks of both.
+/// Returns a cluster with a policy with two addresses from a pool, of both of which its pods' node has blocks.
 fn in_use(distribution: Distribution) -> (Snapshot, Health, Plan) {
     let (mut snapshot, health) = cluster(2, 1);
     snapshot.drain_timeout = Duration::from_secs(3600);
@@ -36,7 +36,7 @@ fn condition(plan: &Plan, kind: ConditionKind) -> (bool, Reason, &str) {
     (condition.holds, condition.reason, &condition.message)
 }
 
-/// The node of the pods gives all blocks of an address back.
+/// Lets the node of the pods give back all blocks of an address.
 fn give_back(snapshot: &mut Snapshot, plan: &Plan, address: IpAddr) -> NodeReport {
     let released: BTreeSet<u16> = plan.blocks[&address].keys().copied().collect();
     let report = snapshot.nodes.get_mut(&"w0".into()).unwrap().report.as_mut().unwrap();
@@ -116,7 +116,7 @@ fn pool_gone_the_addresses_of_a_deleted_pool_drain_where_they_are() {
     assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
 }
 
-/// The pool can no longer be read, as after an upgrade that understands it differently; nor can its nodeSelector.
+/// Makes the pools and their nodeSelectors unreadable, as after an upgrade that understands them differently.
 fn garble(snapshot: &mut Snapshot) {
     snapshot.unreadable_pools = std::mem::take(&mut snapshot.pools).into_keys().map(|pool| (pool, None)).collect();
 }

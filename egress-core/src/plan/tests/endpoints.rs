@@ -1,4 +1,4 @@
-//! `PerEndpoint`: balance and movement.
+//! Tests of `PerEndpoint`: balance and movement.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -31,7 +31,7 @@ fn counts(slots: &[Seat], assigned: &Assignment) -> Vec<usize> {
     slots.iter().map(|(address, _)| assigned.values().filter(|a| *a == address).count()).collect()
 }
 
-/// The fewest moves that lead to counts that differ by at most one.
+/// Returns the fewest moves that lead to counts that differ by at most one.
 fn fewest_moves(slots: &[Seat], ids: &[EndpointId], previous: &Assignment) -> usize {
     let remaining: Assignment =
         previous.iter().filter(|(id, _)| ids.contains(id)).map(|(id, address)| (id.clone(), *address)).collect();
@@ -64,7 +64,7 @@ proptest! {
         }
     }
 
-    /// A controller whose first assignment was written in part only starts again from that part.
+    /// A controller whose first assignment was only partly written starts again from that part.
     #[test]
     fn a_first_assignment_that_was_written_in_part_is_completed_as_it_was(
         slots in 1u8..6, written in prop::collection::vec(any::<bool>(), 30),

@@ -1,4 +1,4 @@
-//! Small changes: the oracle is a full plan.
+//! Tests of small changes. The oracle is a full plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,7 +30,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![4 => pod, 1 => report]
 }
 
-/// Applies a step, with leases up to `granted` known.
+/// Applies a step; leases up to `granted` are known.
 fn apply(snapshot: &mut Snapshot, step: &Step, granted: u64, changes: &mut Changes) {
     match step {
         Step::Pod { name, namespace, there, node, labels } => {
@@ -56,7 +56,7 @@ fn apply(snapshot: &mut Snapshot, step: &Step, granted: u64, changes: &mut Chang
     }
 }
 
-/// What a node's own object contains of a plan.
+/// Returns what a node's own object contains of a plan.
 fn of_node<'a>(snapshot: &Snapshot, plan: &'a Plan, node: &NodeName) -> impl PartialEq + 'a {
     let blocks = plan.blocks.iter().flat_map(|(address, blocks)| blocks.iter().map(move |block| (address, block)));
     let blocks: Vec<_> = blocks.filter(|(_, (_, lease))| lease.node == *node).collect();
@@ -65,7 +65,7 @@ fn of_node<'a>(snapshot: &Snapshot, plan: &'a Plan, node: &NodeName) -> impl Par
     (blocks, assigned.filter(|(_, id, _)| on_node(id)).collect::<Vec<_>>())
 }
 
-/// Everything that differs is among what was touched.
+/// Checks that everything that differs is among what was touched.
 fn check_touched(
     (old, before): (&Snapshot, &Plan),
     (new, after): (&Snapshot, &Plan),
@@ -137,7 +137,7 @@ fn changed(memo: Memo, world: &TestCluster, current: &mut Plan, steps: &[Step]) 
     Some(memo)
 }
 
-/// Nodes n0 to n7, the first two of them gateways, and four policies: a shares its only egress IP with b.
+/// Returns nodes n0 to n7, the first two of them gateways, and four policies: a shares its only egress IP with b.
 fn plain() -> TestCluster {
     let (mut snapshot, mut health) = cluster(0, 0);
     for n in 0..8 {

@@ -1,4 +1,4 @@
-//! Owners: balance, stability, failback.
+//! Tests of owners: balance, stability, failback.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -240,7 +240,7 @@ fn the_default_limit_per_node_counts_over_all_pools() {
     snapshot.nodes.get_mut(&"gw1".into()).unwrap().max_egress_ips = Some(3);
     let more = settle(&snapshot, &health, &full);
     assert_eq!((loads(&more, &snapshot, &health), moved(&full, &more)), (vec![2, 3], Vec::new()));
-    // A pool may ask for less, but not for more.
+    // A pool may set a lower limit, but not a higher one.
     snapshot.pools.values_mut().for_each(|pool| pool.max_per_node = Some(9));
     assert_eq!(settle(&snapshot, &health, &more), more);
     snapshot.max_egress_ips = None;
@@ -334,7 +334,7 @@ fn a_starting_controller_assigns_nothing_to_gateways_that_may_be_dead() {
     assert_eq!(owners(&settle(&snapshot, &health, &started)), owners(&without), "the slower one keeps its own");
 }
 
-/// What a node reports that has `address` on an interface.
+/// Returns the report of a node that has `address` on an interface.
 fn with_address(address: IpAddr) -> Option<NodeReport> {
     let addresses = [InterfaceAddress { interface: "eth1".into(), net: address.into(), default_route: false }];
     Some(NodeReport { addresses: addresses.into(), ..Default::default() })
@@ -352,7 +352,7 @@ fn claims_of_a_node_take_no_egress_ip_from_others() {
         policy("named", Source::Gateways(vec![gateway(gateways(), AddressSource::Ip(floating))])),
     );
     let honest = settle(&snapshot, &health, &Plan::default());
-    // A node that is no gateway of these policies, and becomes a gateway of an older one by claiming addresses.
+    // A node that is not a gateway of these policies, and becomes a gateway of an older one by claiming addresses.
     for claimed in owners(&honest).into_keys() {
         let (mut snapshot, node) = (snapshot.clone(), NodeName::from("w0"));
         let own = gateway(Selector::label("rack", "evil"), AddressSource::Interface("eth1".into()));
@@ -366,7 +366,7 @@ fn claims_of_a_node_take_no_egress_ip_from_others() {
                     Policy { created: -1, ..policy("evil", Source::Gateways(vec![own.clone()])) },
                 );
             }
-            // What was not allocated yet could be another address of the pool.
+            // An address that was not allocated yet could be another address of the pool.
             let fresh = Plan::default();
             for before in [&honest].into_iter().chain((claimed == floating).then_some(&fresh)) {
                 let plan = settle(&snapshot, &health, before);
@@ -376,7 +376,7 @@ fn claims_of_a_node_take_no_egress_ip_from_others() {
                 assert!(told.filter(|m| m.contains("w0") && m.contains("status.addresses")).count() >= 1);
             }
         }
-        // Where its Node object agrees, the address is configured elsewhere, as before.
+        // If its Node object agrees, the address is configured elsewhere, as before.
         snapshot.policies.remove(&"evil".parse().unwrap());
         snapshot.nodes.get_mut(&node).unwrap().addresses.insert(claimed);
         let plan = settle(&snapshot, &health, &honest);
@@ -384,7 +384,7 @@ fn claims_of_a_node_take_no_egress_ip_from_others() {
     }
 }
 
-/// docs/failures.md: claims. Of two nodes that say that they have an address, the one whose Node object agrees has it.
+/// docs/failures.md: claims. Of two nodes that claim an address, the one whose Node object agrees has it.
 #[test]
 fn claims_of_a_node_do_not_count_against_a_node_object() {
     let (mut snapshot, health) = cluster(2, 1);

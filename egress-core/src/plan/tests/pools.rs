@@ -1,4 +1,4 @@
-//! Allocation out of pools.
+//! Tests of allocation from pools.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

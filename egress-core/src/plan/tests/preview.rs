@@ -1,4 +1,4 @@
-//! What a change would do, against what the planner says of both clusters and against a look at each pod and destination.
+//! Tests previews against the planner's results for both clusters and against an examination of each pod and destination.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -82,7 +82,7 @@ fn flows_of_an_egress_ip_move_with_its_gateway_and_are_dropped_without_one() {
     assert_eq!(from.as_ref(), Some(&gateway));
     assert_ne!(*to, gateway);
 
-    // A selector that selects nobody: the address stays, its flows have nowhere to go.
+    // A selector that selects no node: the address stays, but its flows have no gateway.
     let mut after = before.clone();
     after.pools.values_mut().for_each(|pool| pool.nodes = Selector::label("no", "such"));
     let found = compare(&before, &after, &health, &flows);
@@ -113,7 +113,7 @@ fn unused_gateways_are_assumed_to_answer() {
     assert_eq!(owned.count(), 2, "{found:?}");
 }
 
-/// The policy that steers a destination for a pod, by a look at every policy.
+/// Returns the policy that steers a destination for a pod, by examining every policy.
 fn steered(snapshot: &Snapshot, endpoint: &Endpoint, remote: IpAddr) -> Option<PolicyId> {
     let none = Labels::new();
     let namespace = snapshot.namespaces.get(&endpoint.id.namespace).unwrap_or(&none);

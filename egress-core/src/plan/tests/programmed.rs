@@ -1,4 +1,4 @@
-//! Which nodes have a policy in their datapath.
+//! Tests which nodes have a policy in their datapath.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Each test is one sentence of the design.
+//! Tests that each check one sentence of the design.
 
 use crate::model::*;
 use crate::plan::diff::{Change, diff};

@@ -1,4 +1,4 @@
-//! Policies of namespaces: which pools they may use, how much of them, and that no team gets another team's address.
+//! Tests of namespaced policies: which pools they may use, how much of them, and that no team gets another team's address.
 
 use std::net::IpAddr;
 
@@ -12,7 +12,7 @@ fn of_namespace(namespace: &str, name: &str, count: u32, ips: &[IpAddr]) -> Poli
     Policy { id, ..policy(name, Source::Pools(vec![request])) }
 }
 
-/// The pool allows namespaces with the label team, and gives the label's value `small` two addresses.
+/// Returns a cluster whose pool allows namespaces with the label team, and gives two addresses to those with its value `small`.
 fn world() -> (Snapshot, crate::health::Health) {
     let (mut snapshot, health) = cluster(2, 1);
     for (namespace, team) in [("shop", Some("small")), ("bank", Some("large")), ("other", None)] {

@@ -1,4 +1,4 @@
-//! Arbitrary clusters that change: what holds for every plan.
+//! Checks what holds for every plan, with arbitrary clusters that change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -25,7 +25,7 @@ fn sources<'a>(snapshot: &'a Snapshot, policy: &'a Policy) -> impl Iterator<Item
     endpoints.filter_map(|endpoint| snapshot.nodes.get(&endpoint.node))
 }
 
-/// The nodes that may own a floating egress IP, whether they are well or not.
+/// Returns the nodes that may own a floating egress IP, whether they are healthy or not.
 pub(super) fn candidates<'a>(snapshot: &'a Snapshot, plan: &Plan, address: IpAddr) -> Vec<&'a Node> {
     let ip = &plan.egress_ips[&address];
     let asked = |requests: &[PoolRequest]| {
@@ -34,7 +34,7 @@ pub(super) fn candidates<'a>(snapshot: &'a Snapshot, plan: &Plan, address: IpAdd
         containing.min().unwrap_or_else(|| ip.pool.clone().unwrap())
     };
     let selected = |user: &PolicyId, node: &Node| match &snapshot.policies[user].source {
-        // Whatever its policies ask for by now.
+        // Whatever its policies request now.
         _ if ip.draining => snapshot.pools[ip.pool.as_ref().unwrap()].nodes.matches(&node.labels),
         Source::Pools(requests) => snapshot.pools[&asked(requests)].nodes.matches(&node.labels),
         Source::Gateways(gateways) => gateways.iter().any(|gateway| {
@@ -55,7 +55,7 @@ pub(super) fn candidates<'a>(snapshot: &'a Snapshot, plan: &Plan, address: IpAdd
     nodes().collect()
 }
 
-/// Whether all that name a floating egress IP want the first of their nodes for it.
+/// Returns whether all gateways that name a floating egress IP want the first of their nodes for it.
 fn wants_first(snapshot: &Snapshot, ip: &crate::plan::EgressIpPlan, address: IpAddr) -> bool {
     !ip.draining
         && ip.users.keys().all(|user| match &snapshot.policies[user].source {
@@ -151,13 +151,13 @@ fn check_owners(world: &TestCluster, before: &Plan, after: &Plan) -> Result<(), 
     Ok(())
 }
 
-/// No gateway has two more than another that may take one of its directly; without limits, not by others either.
+/// Checks that no gateway has two more than another that may take one of its directly; without limits, nor through others.
 fn check_balance(world: &TestCluster, plan: &Plan) -> Result<(), TestCaseError> {
     let (snapshot, health) = (&world.snapshot, &world.health);
     let limited = snapshot.max_egress_ips.is_some()
         || snapshot.nodes.values().any(|n| n.max_egress_ips.is_some())
         || snapshot.pools.values().any(|p| p.max_per_node.is_some());
-    // One that waits for its gateway counts there, and stays where it is until then.
+    // An egress IP that waits for its gateway counts there, and stays where it is until then.
     let returns_to = |ip: &crate::plan::EgressIpPlan| {
         let owner = ip.owner.as_ref().filter(|node| well(&snapshot.nodes[*node], health))?;
         ip.preferred.as_ref().filter(|node| *node != owner && well(&snapshot.nodes[*node], health)).cloned()
@@ -236,8 +236,8 @@ fn check_assignments(world: &TestCluster, plan: &Plan) -> Result<(), TestCaseErr
     Ok(())
 }
 
-/// Whether a policy has a gateway that wants the first of its nodes, and others. A plan does not say which of a policy's gateways
-/// chose an address, so that one may go over, once, to an address that another gateway of its policy chose.
+/// Returns whether a policy has a gateway that wants the first of its nodes, and others. A plan does not say which of a policy's gateways
+/// chose an address, so that gateway may move, once, to an address that another gateway of its policy chose.
 fn chooses_beside_others(snapshot: &Snapshot) -> bool {
     snapshot.policies.values().any(|policy| match &policy.source {
         Source::Gateways(gateways) => gateways.len() > 1 && gateways.iter().any(|g| g.choice == NodeChoice::First),

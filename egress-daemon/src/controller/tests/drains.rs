@@ -1,9 +1,9 @@
-//! Pools that are deleted or made smaller while their addresses are in use.
+//! Tests of pools that are deleted or shrunk while their addresses are in use.
 
 use super::*;
 use egress_objects::snapshot::draining_since;
 
-/// The addresses that drain, sorted, once there are `count`.
+/// Returns the draining addresses, sorted, once there are `count`.
 fn draining(store: &Store, count: usize) -> Option<Vec<String>> {
     let ips = store.list::<EgressIP>();
     let draining = ips.iter().filter(|ip| draining_since(ip).is_some()).map(|ip| ip.spec.address.clone());
@@ -43,7 +43,7 @@ async fn pool_gone_addresses_that_leave_their_pool_while_they_are_in_use_drain()
     world.until(|store| draining(store, 0)).await;
     world.until(|store| condition(store, "Ready").filter(|found| found.0 == "True")).await;
 
-    // Another controller continues where this one stops, and ends the drain in time.
+    // Another controller takes over and ends the drain in time.
     one.task.abort();
     let _two = controller_with(world.path(), "two", |config| config.drain_timeout = Duration::from_millis(1));
     fs::remove_file(&pool).unwrap();

@@ -1,13 +1,13 @@
-//! Writes that fail again and again.
+//! Tests of writes that fail repeatedly.
 
 use super::*;
 use crate::store::testing::{Script, scripted};
 use crate::store::{ObjectRef, StoreError, Stored, Verb};
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 
-/// How many changes of the store a test watches: two gateways that renew their leases five times a second make ten.
+/// The number of store changes that a test waits for. Two gateways that renew their leases five times a second make ten a second.
 const WATCHED: usize = 40;
-/// How many requests of one write that always fails they may take, at most.
+/// The maximum number of requests for a write that always fails during this time.
 const FEW: usize = 16;
 
 fn target<T: Stored>(name: &str) -> ObjectRef {
@@ -81,13 +81,13 @@ async fn the_lease_of_a_gateway_goes_when_its_node_is_gone() {
     let key = Key::namespaced(LEASE_NAMESPACE, &gateway_lease("old"));
     let metadata =
         ObjectMeta { name: Some(key.name.clone()), namespace: Some(key.namespace.clone()), ..ObjectMeta::default() };
-    // Nobody renews it.
+    // This lease is never renewed.
     let spec = LeaseSpec { holder_identity: Some("old".into()), ..LeaseSpec::default() };
     world.store.create(&Lease { metadata, spec: Some(spec) }).await.unwrap();
     let (running, script) = on_script(&world);
     let target = ObjectRef { kind: Lease::KIND, key: key.clone() };
     script.refuse(Verb::Delete, target, too_large);
-    // That it cannot be deleted delays nothing.
+    // The failed deletion delays nothing.
     world.until(|_| (running.report.borrow().unwritten == 1).then_some(())).await;
     world.until(|store| owned_by(store, &["gw1", "gw2"])).await;
     script.refused.lock().unwrap().clear();

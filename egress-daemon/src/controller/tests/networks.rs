@@ -1,4 +1,4 @@
-//! Networks of pods that CNIs name.
+//! Tests of pod networks that CNIs name.
 
 use super::*;
 
@@ -18,7 +18,7 @@ async fn pod_net_networks_that_a_cni_names_reach_the_agents() {
 ";
     let mut world = ControllerFixture::new();
     fs::write(world.path().join("cni.yaml"), CNI).unwrap();
-    // A pod in Calico's pool needs no entry of its own; one in no network does.
+    // A pod in Calico's pool needs no separate entry, but a pod in no named network does.
     let pod = |name: &str, ip: &str| {
         format!(
             "{{apiVersion: v1, kind: Pod, metadata: {{name: {name}, namespace: shop}}, spec: {{nodeName: w1, containers: []}}, status: \
@@ -42,7 +42,7 @@ async fn pod_net_networks_that_a_cni_names_reach_the_agents() {
         })
         .await;
     assert!(world.store.problems().is_empty(), "{:?}", world.store.problems());
-    // A node that sorts before the others does not take over what another keeps.
+    // A new node whose name sorts first does not take over the networks that another node's object has.
     let keeper = |store: &Store| store.list::<EgressNode>().into_iter().find(|n| !n.spec.cluster_networks.is_empty());
     let before = keeper(&world.store).and_then(|node| node.metadata.name.clone());
     fs::write(world.path().join("node.yaml"), "{apiVersion: v1, kind: Node, metadata: {name: a1}}\n").unwrap();

@@ -1,4 +1,4 @@
-//! Numbers of pods in statuses.
+//! Tests of numbers of pods in statuses.
 
 use super::super::apply::is_news_of_egress;
 use super::super::run::rest;
@@ -31,7 +31,7 @@ fn a_number_of_pods_is_no_news_unless_it_was_or_is_none() {
     assert!(!is_news_of_policy(&three, &status(900, "AsExpected", "fine")));
     assert!(is_news_of_policy(&three, &status(0, "AsExpected", "fine")));
     assert!(is_news_of_policy(&status(0, "AsExpected", "fine"), &three));
-    // Messages count, too.
+    // Messages may also contain numbers.
     for reason in ["Programming", "PodNotStarted"] {
         assert!(!is_news_of_policy(&status(3, reason, "n1 and 7 more"), &status(3, reason, "n1 and 6 more")));
     }
@@ -72,13 +72,13 @@ async fn a_full_round_for_another_reason_leaves_numbers_to_the_next_sweep() {
     let mut report = controller.report.clone();
     let counted = report.wait_for(|report| report.endpoints.get(&web) == Some(&3));
     tokio::time::timeout(Duration::from_secs(30), counted).await.unwrap().unwrap();
-    // It has other pods: `web` has no news.
+    // This policy selects other pods, so `web` has no news.
     let other =
         POLICY.replace("name: web", "name: other").replace("count: 2", "count: 1").replace("app: web", "app: other");
     fs::write(world.path().join("other.yaml"), &other).unwrap();
     world.until(|store| store.get::<EgressGatewayPolicy>(&Key::cluster("other"))?.status.clone()).await;
     let seen = number(&world.store);
-    // The first round has written all numbers.
+    // The first round wrote all numbers, so the next sweep comes after `rest(0)`.
     assert!(seen == Some(2) || start.elapsed() >= rest(0), "{seen:?}");
     world.until(|store| number(store).filter(|number| *number == 3)).await;
 }

@@ -1,4 +1,4 @@
-//! Policies of namespaces.
+//! Tests of policies of namespaces.
 
 use super::*;
 use egress_objects::api::EgressPolicy;

@@ -1,4 +1,4 @@
-//! The objects as they would be, and the health of gateways at one moment. Pure.
+//! The objects after a change, and the health of gateways at one moment. No I/O.
 
 use crate::store::lease::GATEWAY_LEASE_PREFIX;
 use crate::store::{Key, Kind, ObjectRef, Stored};
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What becomes of an object.
+/// The change to an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Edit {
@@ -27,7 +27,7 @@ pub enum Edit {
     Deleted,
 }
 
-/// Puts an object in its place, or removes it. `None`: that makes no difference.
+/// Creates or changes an object, or deletes it if `value` is `None`. Returns `None` if nothing changes.
 pub(super) fn apply(objects: &mut ApiObjects, object: &ObjectRef, value: Option<Value>) -> Result<Option<Edit>> {
     let key = &object.key;
     let edit = match object.kind {
@@ -69,8 +69,8 @@ fn put<T: Stored>(list: &mut Vec<Arc<T>>, key: &Key, value: Option<Value>) -> Re
     }
 }
 
-/// An object after `kubectl apply`: what others wrote stays, labels are added, and the spec is the new one. A file rarely describes
-/// Namespaces and Nodes in full: what it does not mention of them stays.
+/// Returns an object after `kubectl apply`: fields of other writers stay, labels are added, and the spec is replaced. A file rarely
+/// describes Namespaces and Nodes in full, so their fields that it omits stay.
 fn applied(kind: Kind, old: &Value, new: Value) -> Value {
     let mut whole = old.clone();
     if kind.has_our_status() {
@@ -91,8 +91,8 @@ fn merge(old: &mut Value, new: Value) {
     }
 }
 
-/// Which gateways are alive, by their leases at one moment. Times are compared only with the newest lease: no clock but the
-/// gateways' counts, and while no agent runs all stay as they were.
+/// Returns the health of gateways, judged by their leases at one moment. The age of a lease is relative to the newest lease, so only the
+/// gateways' clocks count, and while no agent runs, no gateway's health changes.
 pub(super) fn health<'a>(leases: impl Iterator<Item = &'a Lease> + Clone, duration: Duration) -> Health {
     let renewed = |lease: &Lease| lease.spec.as_ref()?.renew_time.as_ref().map(|time| time.0);
     let held = |lease: &&Lease| {

@@ -1,5 +1,5 @@
-//! `egressctl diff`: what the objects of a file would change, as the planner computes it. Reads the file and the objects, and
-//! takes the flows of nodes; writes nothing.
+//! `egressctl diff`: the changes that the objects of a file would cause, as the planner computes them. Reads the file, the objects
+//! and the flows of nodes; writes nothing.
 
 mod change;
 #[cfg(test)]
@@ -33,27 +33,27 @@ use std::time::Duration;
 /// How long a cluster may take to return its objects.
 const PATIENCE: Duration = Duration::from_secs(30);
 const TCP: u32 = 6;
-/// The exit code if it could not be determined what would change. This, 0 and 1 are as in kubectl's diff.
+/// The exit code if the changes could not be determined. 0, 1 and this code have the same meaning as for `kubectl diff`.
 pub const UNKNOWN: u8 = 2;
 
-/// What is compared with what.
+/// The inputs of a comparison.
 #[derive(Clone, Debug)]
 pub struct DiffOptions {
     /// The files with the objects; `-` is stdin.
     pub files: Vec<PathBuf>,
-    /// Whether the objects are deleted, not applied.
+    /// Whether to delete the objects instead of applying them.
     pub delete: bool,
     /// The directory whose objects are in force.
     pub manifests: Option<PathBuf>,
-    /// The kubeconfig of the cluster whose objects are in force; absent: as kubectl finds it.
+    /// The kubeconfig of the cluster whose objects are in force; `None`: the one that kubectl would use.
     pub kubeconfig: Option<PathBuf>,
     /// The kubeconfig's context.
     pub context: Option<String>,
-    /// The controller's settings, where they matter.
+    /// The file with the controller's settings, some of which affect the plan.
     pub config: Option<PathBuf>,
 }
 
-/// Determines what would change, and what becomes of these flows.
+/// Determines the changes, and the fate of these flows.
 pub fn diff(options: &DiffOptions, flows: &[FlowsView]) -> Result<DiffView> {
     let config = Config::load(options.config.as_deref())?;
     let changed = read(&options.files)?;
@@ -66,7 +66,7 @@ pub fn diff(options: &DiffOptions, flows: &[FlowsView]) -> Result<DiffView> {
     })
 }
 
-/// The flows of this node; none if no agent has run with these pins.
+/// Returns the flows of this node; `None` if its maps cannot be read, such as when no agent has run with these pins.
 pub fn flows_here(bpffs: &Path) -> Option<FlowsView> {
     let dump = Dump::read(&Pins::new(bpffs), true).ok()?;
     Some(flows(ViewSources { dump: &dump, agent: None }, &FlowFilter::default()))
@@ -138,7 +138,7 @@ fn compare(
     Ok(DiffView::new(names, flows.len(), &edits, fates, &found))
 }
 
-/// Fails for objects that cannot be carried out as they are written.
+/// Fails if the changed objects have problems that the present objects do not have.
 fn refuse(known: &[Problem], problems: &[Problem]) -> Result<()> {
     let new: Vec<String> =
         problems.iter().filter(|problem| !known.contains(problem)).map(ToString::to_string).collect();
@@ -148,7 +148,7 @@ fn refuse(known: &[Problem], problems: &[Problem]) -> Result<()> {
     Ok(())
 }
 
-/// The translated flows of the existing pods.
+/// Returns the translated flows of the existing pods, and their rows.
 fn live<'a>(snapshot: &Snapshot, nodes: &'a [FlowsView]) -> (Vec<LiveFlow>, Vec<&'a FlowRow>) {
     let pods = snapshot.endpoints.values().flat_map(|pod| pod.ips.iter().map(|ip| (*ip, &pod.id)));
     let pods: BTreeMap<IpAddr, &EndpointId> = pods.collect();

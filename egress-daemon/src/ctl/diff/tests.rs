@@ -1,4 +1,4 @@
-//! Objects that a user might change, and the output for them.
+//! Changes that a user might make, and the output for them.
 
 use super::*;
 use crate::ctl::print::Printable as _;
@@ -36,7 +36,7 @@ fn parsed(text: &str) -> Vec<(ObjectRef, Value)> {
     objects
 }
 
-/// The cluster with a pod, and agents that have reported.
+/// Returns the cluster with a pod, and with agents that have reported.
 fn cluster() -> ApiObjects {
     let mut objects = ApiObjects::default();
     for (object, value) in parsed(CLUSTER) {
@@ -61,7 +61,7 @@ fn compared_with(text: &str, delete: bool, flows: &[FlowsView]) -> Result<DiffVi
     compare(cluster(), parsed(text), delete, (&Health::default(), &Config::default()), flows)
 }
 
-/// What `egressctl flows -o json` prints on a node with these flows of the pod.
+/// Returns the output of `egressctl flows -o json` on a node with these flows of the pod.
 fn flows_of(node: &str, flows: &[(u16, &str, &str)]) -> FlowsView {
     let row = |(port, kind, egress): &(u16, &str, &str)| {
         json!({
@@ -79,7 +79,7 @@ fn diff_of_unchanged_objects_is_empty() {
     let view = compared(CLUSTER, false).unwrap();
     assert!(view.is_empty(), "{view:?}");
     assert_eq!(view.text(), "nothing would change\n");
-    // What a file does not mention of a node stays.
+    // The fields of a Node that a file omits stay.
     let view = compared("{apiVersion: v1, kind: Node, metadata: {name: gw1}}", false).unwrap();
     assert!(view.is_empty(), "{view:?}");
 }

@@ -1,4 +1,4 @@
-//! What would change, as rows. Pure.
+//! The changes as rows. Pure.
 
 use super::change::Edit;
 use crate::ctl::print::{Printable, Row, first_of, joined, or_dash, table};
@@ -11,7 +11,7 @@ use egress_core::plan::{
 use serde::Serialize;
 use std::net::{IpAddr, SocketAddr};
 
-/// How many flows, and pods in one row, a table names; JSON names all.
+/// The number of flows, and of pods in one row, that a table names. JSON names all.
 const NAMED_FLOWS: usize = 20;
 const NAMED_PODS: usize = 3;
 
@@ -23,7 +23,7 @@ pub enum DiffRow {
     Object {
         /// Kind and name.
         object: String,
-        /// What becomes of it.
+        /// The change to it.
         edit: Edit,
     },
     /// A policy.
@@ -47,11 +47,11 @@ pub enum DiffRow {
         pods: Vec<String>,
         /// The destination.
         destination: String,
-        /// The parts of it for which this is not true.
+        /// The parts of the destination that are not affected.
         but: Vec<String>,
-        /// The policy now; null: the packets are left alone.
+        /// The policy before; null: Spillway leaves the packets alone.
         from: Option<String>,
-        /// The policy then.
+        /// The policy after.
         to: Option<String>,
     },
     /// An egress IP.
@@ -60,9 +60,9 @@ pub enum DiffRow {
         address: IpAddr,
         /// `added`, `removed` or `moved`.
         change: &'static str,
-        /// Its gateway now.
+        /// Its gateway before.
         from: Option<String>,
-        /// Its gateway then.
+        /// Its gateway after.
         to: Option<String>,
     },
     /// A pod gets other egress IPs for new flows.
@@ -71,9 +71,9 @@ pub enum DiffRow {
         pod: String,
         /// The policy.
         policy: String,
-        /// Now.
+        /// The addresses before.
         from: Vec<IpAddr>,
-        /// Then.
+        /// The addresses after.
         to: Vec<IpAddr>,
     },
     /// A condition of a policy.
@@ -82,20 +82,20 @@ pub enum DiffRow {
         policy: String,
         /// The condition.
         condition: &'static str,
-        /// Whether it would hold.
+        /// Whether the condition would be true.
         holds: bool,
-        /// Why.
+        /// The reason, as one word.
         reason: String,
-        /// Why, in a sentence.
+        /// The reason, as a sentence.
         message: String,
     },
-    /// Another policy comes first.
+    /// Another policy takes precedence.
     Conflict {
-        /// The policy that comes second.
+        /// The policy that loses precedence.
         policy: String,
-        /// The policy that comes first.
+        /// The policy that takes precedence.
         winner: String,
-        /// On these destinations.
+        /// The destinations that both policies have.
         destinations: Vec<String>,
     },
     /// A flow.
@@ -104,7 +104,7 @@ pub enum DiffRow {
         flow: Box<FlowRow>,
         /// `moves`, `restarts`, `breaks` or `dropped`.
         becomes: &'static str,
-        /// The gateway, or the policy, that has it then.
+        /// The gateway or the policy that has the flow after the change.
         by: Option<String>,
     },
 }
@@ -200,14 +200,14 @@ fn fate_text(becomes: &str, by: Option<&String>) -> String {
 pub struct DiffView {
     /// The nodes whose flows were examined.
     pub nodes: Vec<String>,
-    /// How many flows were examined.
+    /// The number of flows that were examined.
     pub flows: usize,
     /// The differences.
     pub items: Vec<DiffRow>,
 }
 
 impl DiffView {
-    /// From what was found; `fates` are the flows that do not continue unchanged.
+    /// Builds the view. `fates` are the flows that do not continue unchanged.
     pub(super) fn new(
         nodes: Vec<String>,
         flows: usize,
@@ -246,7 +246,7 @@ impl DiffView {
         Self { nodes, flows, items }
     }
 
-    /// Whether nothing would change.
+    /// Returns whether nothing would change.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
@@ -275,7 +275,7 @@ fn texts<'a, T: ToString + 'a>(values: impl IntoIterator<Item = &'a T>) -> Vec<S
 fn of_plan(change: &Change, all: &[Change]) -> Option<DiffRow> {
     let is_new = |address: &IpAddr| all.contains(&Change::Added { address: *address });
     Some(match change {
-        // A new one that has a gateway is reported with it.
+        // A new egress IP that has a gateway is reported together with the gateway.
         Change::Added { address } => {
             let owner = all.iter().find_map(|other| match other {
                 Change::Moved { address: moved, to, .. } if moved == address => to.as_ref(),

@@ -1,5 +1,5 @@
-//! `egressctl explain`: why a flow goes where it goes. Walks through the decisions of the programs (`pod_egress` in
-//! egress-ebpf: `steer`, `classify`, `ports`) with the contents of the maps, and describes each in a sentence. Pure.
+//! `egressctl explain`: why a flow takes its path. Repeats the decisions of the programs (`pod_egress` in egress-ebpf: `steer`,
+//! `classify`, `ports`) on the contents of the maps, and describes each decision in a sentence. Pure.
 
 #[cfg(test)]
 mod programs_tests;
@@ -32,7 +32,7 @@ use std::net::IpAddr;
 pub struct Explanation {
     /// The node's name.
     pub node: Option<String>,
-    /// `namespace/name` of the pod; null if the address is no known pod's.
+    /// `namespace/name` of the pod; null if no known pod has the address.
     pub pod: Option<String>,
     /// The packet's source address.
     pub source: IpAddr,
@@ -42,11 +42,11 @@ pub struct Explanation {
     pub port: u16,
     /// `tcp`, `udp`, `icmp` or a number.
     pub protocol: String,
-    /// The flow that is in the table; null if there is none, or if no source port was given.
+    /// The existing flow; null if there is none, or if no source port was given.
     pub flow: Option<FlowRow>,
-    /// The decisions, in the order in which they are made.
+    /// The decisions, in the order of the datapath.
     pub steps: Vec<Step>,
-    /// What becomes of a packet of the existing flow, or of the first packet of a new one.
+    /// The fate of a packet of the existing flow, or of the first packet of a new flow.
     pub outcome: PacketOutcome,
 }
 
@@ -54,14 +54,14 @@ pub struct Explanation {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Step {
-    /// What is decided: `flow`, `destination`, `endpoint`, `excepts`, `route`, `policy`, `protocol`, `hash`, `slot`, `ports`,
-    /// `owner`, `transport`.
+    /// The subject of the decision: `flow`, `destination`, `endpoint`, `excepts`, `route`, `policy`, `protocol`, `hash`, `slot`, `ports`,
+    /// `gateway`, `transport`.
     pub step: &'static str,
     /// The decision and its reason.
     pub text: String,
 }
 
-/// How it ends.
+/// The fate of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum PacketAction {
@@ -71,25 +71,25 @@ pub enum PacketAction {
     Passed,
     /// It is dropped.
     Dropped,
-    /// It depends on the source port, which was not given.
+    /// The fate depends on the source port, which was not given.
     Depends,
 }
 
-/// The end of the walk.
+/// The outcome of the walk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PacketOutcome {
-    /// What becomes of the packet.
+    /// The fate of the packet.
     pub action: PacketAction,
-    /// The counter that counts it, if it is dropped.
+    /// The counter that counts the packet, if it is dropped.
     pub counter: Option<&'static str>,
-    /// The policy that it belongs to.
+    /// The policy that applies to it.
     pub policy: Option<String>,
-    /// The egress IP that it leaves with.
+    /// Its source address after translation.
     pub egress_ip: Option<IpAddr>,
-    /// The node that it leaves through.
+    /// The node through which it leaves.
     pub gateway: Option<String>,
-    /// The same as a sentence.
+    /// The outcome as a sentence.
     pub text: String,
 }
 
@@ -132,7 +132,7 @@ impl Walk<'_> {
     }
 }
 
-/// Why a packet of this kind goes where it goes.
+/// Explains the path of a packet.
 pub fn explain(sources: ViewSources<'_>, question: &Question) -> Result<Explanation, QuestionError> {
     let dump = sources.dump;
     let source = question.source(dump)?;
@@ -168,7 +168,7 @@ fn matches(flow: &FlowEntry, source: IpAddr, question: &Question) -> bool {
         && flow.proto == question.protocol.number(question.to.is_ipv6())
 }
 
-/// What is left alone for the pod that had the address before is none, nor is what its policy cuts now: the programs remove their records.
+/// Finds the existing flow. Skips untouched records that the programs remove: a previous pod's, or one that the pod's policy now cuts.
 fn find<'a>(dump: &'a Dump, source: IpAddr, question: &Question, port: u16) -> Option<&'a FlowEntry> {
     let endpoint = dump.endpoint(source);
     let is_anothers = |id: u32| endpoint.is_some_and(|endpoint| endpoint.id != id);
@@ -182,7 +182,7 @@ fn find<'a>(dump: &'a Dump, source: IpAddr, question: &Question, port: u16) -> O
     flows.find(|flow| !flow.untouched || !is_removed(flow))
 }
 
-/// A packet of a flow that is in the table.
+/// Explains a packet of an existing flow.
 fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> PacketOutcome {
     let dump = walk.dump;
     let row = views::row(dump, flow);
@@ -224,7 +224,7 @@ fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> PacketOutcome {
     }
 }
 
-/// The first packet of a flow, in the order of `classify` and `steer`.
+/// Explains the first packet of a flow, in the order of `classify` and `steer`.
 fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> PacketOutcome {
     let (dump, to) = (walk.dump, question.to);
     if never_leaves(to) {
@@ -285,7 +285,7 @@ fn new_flow(walk: &mut Walk<'_>, source: IpAddr, question: &Question) -> PacketO
     slots::choose(walk, source, question, endpoint, policy, *record)
 }
 
-/// The policy's index, or none if the packet is not ours.
+/// Returns the policy's index, or `None` if no policy applies to the packet.
 fn classify(
     walk: &mut Walk<'_>,
     source: IpAddr,
@@ -331,7 +331,7 @@ fn classify(
     }
 }
 
-/// The destinations of `Family::never_leaves`.
+/// Returns whether `Family::never_leaves` holds for the address.
 fn never_leaves(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(a) => a.octets()[0] >= 0xe0 || a.is_link_local() || a.is_loopback() || a.octets()[0] == 0,

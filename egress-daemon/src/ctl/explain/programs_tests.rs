@@ -1,4 +1,4 @@
-//! Compares what `egressctl explain` says of a packet with what the loaded programs then do with it: arbitrary tables, random
+//! Compares the answer of `egressctl explain` for a packet with the action of the loaded programs, for arbitrary tables and random
 //! packets.
 
 use super::{PacketAction, Protocol, Question, explain};
@@ -23,11 +23,11 @@ use std::{cell::RefCell, collections::BTreeMap, net::IpAddr};
 
 const SYN: u8 = 2;
 const ACK: u8 = 16;
-/// Packets for each set of tables.
+/// The number of packets for each set of tables.
 const PACKETS: u16 = 24;
-/// Addresses of pods in some views, and one of no pod.
+/// Addresses that belong to pods in some views, and one that belongs to no pod.
 const OTHER_PODS: [&str; 3] = ["10.1.0.1", "10.1.0.99", "fd00::2"];
-/// Inside and outside each prefix of `scenes::view`, excepted ones, and those that never leave.
+/// Destinations inside and outside each prefix of `scenes::view`, excepted destinations, and destinations that never leave the node.
 const TARGETS: [&str; 11] = [
     "198.51.100.5",
     "198.51.100.200",
@@ -41,7 +41,7 @@ const TARGETS: [&str; 11] = [
     "fd00::77",
     "ff02::5",
 ];
-/// Drops of a gateway that lacks interfaces, which the tables do not decide.
+/// Drop reasons of a gateway that lacks interfaces. The tables do not determine these drops.
 const OUTSIDE: [Counter; 2] = [Counter::DropNoUplink, Counter::DropNoNextHop];
 
 /// A packet to explain.
@@ -81,22 +81,22 @@ impl Asked {
     }
 }
 
-/// What must have been explained more than twenty times, with the drop reason.
+/// The actions, with drop reasons, that must each occur more than twenty times.
 const ACTIONS: [&str; 5] =
     ["Sent ", "Passed ", "Dropped drop_no_gateway", "Dropped drop_no_port", "Dropped drop_protocol"];
 
 struct Explained {
     rig: Rig,
     tables: FlowTables,
-    /// How often each action was right.
+    /// The number of correct explanations for each action.
     right: BTreeMap<String, usize>,
 }
 
 impl Explained {
-    /// Compares the program's action with the explanation from the maps. Returns what differs.
+    /// Compares the program's action with the explanation from the maps. Returns a description of any difference.
     fn compare(&mut self, asked: &Asked, dump: &Dump) -> Result<(), String> {
         let said = explain(ViewSources { dump, agent: None }, &asked.question()).unwrap();
-        // The explanation of a connection that does not exist is that of its first segment.
+        // For a connection that does not exist, `explain` describes its first segment.
         let flags = if said.flow.is_some() { ACK } else { SYN };
         let counters = self.rig.writer.maps().counters().unwrap();
         let frame = asked.frame(flags);
@@ -130,7 +130,7 @@ impl Explained {
 
     fn case(&mut self, mut view: NodeView, seed: u64) -> Result<(), String> {
         self.tables.clear();
-        // Packets that no policy covers are explained early.
+        // For a packet that no policy covers the explanation would end early.
         for (class, table) in &mut view.classes {
             for everything in ["0.0.0.0/0", "::/0"].map(|net| net.parse().unwrap()) {
                 if table.iter().all(|(net, _)| *net != everything) {
@@ -150,7 +150,7 @@ impl Explained {
         pods.extend(OTHER_PODS.map(addr));
         let mut random = Random(seed);
         let all: Vec<Asked> = (0..PACKETS).map(|n| Asked::random(&mut random, &pods, 40_000 + n)).collect();
-        // First packets, and then those of existing flows.
+        // The first round sends the first packets of flows, the second round packets of existing flows.
         for _ in 0..2 {
             let dump = Dump::read(self.rig.pins(), true).unwrap();
             all.iter().try_for_each(|asked| self.compare(asked, &dump))?;
@@ -167,7 +167,7 @@ fn explain_says_what_the_loaded_programs_do() {
     let tables = FlowTables::open(rig.pins());
     let explained = RefCell::new(Explained { rig, tables, right: BTreeMap::new() });
     let case = |(view, seed): (NodeView, u64)| explained.borrow_mut().case(view, seed).map_err(TestCaseError::fail);
-    // Random views do not show each action equally often.
+    // Random views do not cause each action equally often.
     for _ in 0..10 {
         let mut runner = TestRunner::new(Config {
             cases: 150,

@@ -1,4 +1,4 @@
-//! What is asked: a pod, a destination, and maybe a source port.
+//! The question: a pod, a destination, and optionally a source port.
 
 use crate::ctl::dump::Dump;
 use std::{
@@ -17,12 +17,12 @@ pub enum Protocol {
     Udp,
     /// ICMP echo, of the destination's address family.
     Icmp,
-    /// Any other, by its number.
+    /// Any other protocol, by its number.
     Other(u8),
 }
 
 impl Protocol {
-    /// Its number.
+    /// Returns the protocol's number.
     pub fn number(self, ipv6: bool) -> u32 {
         match self {
             Protocol::Tcp => 6,
@@ -38,7 +38,7 @@ impl Protocol {
         }
     }
 
-    /// Whether the datapath can translate it.
+    /// Returns whether the datapath can translate the protocol.
     pub fn translatable(self) -> bool {
         !matches!(self, Protocol::Other(_))
     }
@@ -60,13 +60,13 @@ impl fmt::Display for Protocol {
 pub struct Destination {
     /// The address.
     pub address: IpAddr,
-    /// The port; 0 without ports.
+    /// The port; 0 for a protocol without ports.
     pub port: u16,
     /// The protocol.
     pub protocol: Protocol,
 }
 
-/// A text that is not a destination.
+/// The error for a text that is not a destination.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{text:?} is not a destination: write 203.0.113.7:443/tcp, [2001:db8::7]:53/udp, 203.0.113.7/icmp or 203.0.113.7/47"
@@ -105,7 +105,7 @@ pub struct Question {
     pub pod: String,
     /// The destination.
     pub to: IpAddr,
-    /// Its port; 0 without ports.
+    /// Its port; 0 for a protocol without ports.
     pub port: u16,
     /// The protocol.
     pub protocol: Protocol,
@@ -113,16 +113,16 @@ pub struct Question {
     pub from_port: Option<u16>,
 }
 
-/// Why there is no answer.
+/// The reason why there is no answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum QuestionError {
     /// No such pod.
     #[error("no pod {pod} of this node is in the maps{}: ask on the pod's own node, or give its address",
         known.as_ref().map(|names| format!(" (there are {names})")).unwrap_or_default())]
     NoPod {
-        /// What was asked for.
+        /// The pod in the question.
         pod: String,
-        /// A few that exist.
+        /// A few pods that exist.
         known: Option<String>,
     },
     /// The pod has no address of the destination's family.
@@ -143,7 +143,7 @@ pub enum QuestionError {
     },
 }
 
-/// How many pods are named if one is not found.
+/// The maximum number of pods that the error for an unknown pod names.
 const NAMED: usize = 5;
 
 impl Question {
@@ -152,7 +152,7 @@ impl Question {
         Self { pod: pod.to_owned(), to: target.address, port: target.port, protocol: target.protocol, from_port }
     }
 
-    /// The source address.
+    /// Returns the source address.
     pub(super) fn source(&self, dump: &Dump) -> Result<IpAddr, QuestionError> {
         let same_family = |ip: &IpAddr| ip.is_ipv6() == self.to.is_ipv6();
         if let Ok(ip) = self.pod.parse::<IpAddr>() {
@@ -164,7 +164,7 @@ impl Question {
     }
 }
 
-/// The addresses of a pod of this node, by `namespace/name`.
+/// Returns the addresses of a pod of this node, given its `namespace/name`.
 pub(in crate::ctl) fn addresses(dump: &Dump, pod: &str) -> Result<Vec<IpAddr>, QuestionError> {
     let pods = dump.endpoints();
     let named = pods.iter().filter(|(id, _)| dump.endpoint_name(**id) == pod);

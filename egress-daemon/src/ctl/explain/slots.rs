@@ -19,7 +19,7 @@ use std::{
     net::IpAddr,
 };
 
-/// The flow's table entries, from the policy's own assignment or the hash; each attempt that fails says why.
+/// Chooses a slot by the pod's assignment or by the hash. Each failed attempt adds a step with the reason.
 pub(super) fn choose(
     walk: &mut Walk<'_>,
     source: IpAddr,
@@ -73,7 +73,7 @@ pub(super) fn choose(
     walk.dropped(if no_port { Counter::DropNoPort } else { Counter::DropNoGateway })
 }
 
-/// The flow that this packet would open, as far as its hash needs it.
+/// Returns the flow that this packet would open, with the fields that the hash needs.
 fn probe(source: IpAddr, question: &Question, port: u16) -> FlowEntry {
     FlowEntry {
         pod: source,
@@ -92,7 +92,7 @@ fn address(dump: &Dump, egress: u32) -> String {
     dump.egress_ip(egress).map_or_else(|| format!("the egress IP #{egress}, which is gone"), |(ip, _)| ip.to_string())
 }
 
-/// Without a source port, only the table's shares are known.
+/// Describes the share of each egress IP in the table, since the slot is unknown without a source port.
 fn undecided(walk: &mut Walk<'_>, policy: u32, record: Policy) -> PacketOutcome {
     let dump = walk.dump;
     let mut shares: BTreeMap<u32, u32> = BTreeMap::new();
@@ -165,7 +165,7 @@ fn try_slot(walk: &mut Walk<'_>, question: &Question, policy: u32, egress: u32) 
     Slot::Taken
 }
 
-/// Ports of an egress IP that no new flow to this destination may take: those of connections that are not closed yet.
+/// Counts the ports of an egress IP that a new flow to this destination may not take: the ports of connections that are not closed yet.
 fn used_ports(dump: &Dump, question: &Question, egress: u32) -> usize {
     let proto = question.protocol.number(question.to.is_ipv6());
     let blocks: BTreeSet<u16> = dump.blocks(egress).iter().copied().collect();
@@ -180,7 +180,7 @@ fn used_ports(dump: &Dump, question: &Question, egress: u32) -> usize {
     ports.into_iter().filter(|port| port_block::of_port(*port).is_some_and(|block| blocks.contains(&block))).count()
 }
 
-/// The result of the agent's probes of a gateway.
+/// Describes the result of the agent's probes of a gateway.
 fn probed(walk: &Walk<'_>, name: &str) -> &'static str {
     let told = walk.agent.and_then(|agent| agent.gateways.iter().find(|gateway| gateway.name == name));
     match told.map(|gateway| gateway.probe) {
@@ -191,7 +191,7 @@ fn probed(walk: &Walk<'_>, name: &str) -> &'static str {
     }
 }
 
-/// From an egress IP to the wire.
+/// Explains the path from an egress IP to the wire.
 pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> PacketOutcome {
     let dump = walk.dump;
     let Some((ip, e)) = dump.egress_ip(egress) else { return walk.dropped(Counter::DropNoOwner) };

@@ -1,4 +1,4 @@
-//! Tests of the walk over maps that the encoder wrote.
+//! Tests of explanations from maps that the encoder wrote.
 
 use super::*;
 use crate::ctl::{

@@ -1,7 +1,7 @@
-//! `egressctl trace`: what the datapath decides about a pod's packets, live.
+//! `egressctl trace`: the datapath's decisions about a pod's packets, live.
 //!
-//! The agent replaces the usual programs with those of a trace while this reads what they report, and sends their lines. Numbers become
-//! names here.
+//! While the command runs, the agent replaces the usual programs with the programs of a trace, and sends the lines that they report.
+//! This module replaces numbers with names.
 
 mod packets;
 #[cfg(test)]
@@ -28,7 +28,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the agent may take to load the programs of a trace, and to send the next line.
+/// The time limit for the agent to load the programs of a trace, and to send the next line.
 const PATIENCE: Duration = Duration::from_secs(30);
 const _: () = assert!(PATIENCE.as_secs() > HEARTBEAT.as_secs());
 
@@ -52,29 +52,29 @@ impl FromStr for Peer {
     }
 }
 
-/// What is traced.
+/// The options of a trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceOptions {
     /// `namespace/name`, or an address.
     pub pod: String,
-    /// Packets from and to there only.
+    /// If set, only packets from and to this peer.
     pub to: Option<Peer>,
-    /// At most this many packets.
+    /// The maximum number of packets.
     pub count: Option<u64>,
-    /// For this long.
+    /// The duration of the trace.
     pub duration: Duration,
 }
 
-/// What is shown besides the packets, on stderr.
+/// A message besides the packets, for stderr.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remark {
     /// Packets are reported from now on.
     Begun,
-    /// This many more were not reported: there were too many at once.
+    /// This many more packets were not reported, because too many arrived at a time.
     Lost(u64),
 }
 
-/// Traces until enough packets have been shown, or the time is over. Blocks.
+/// Traces until the maximum number of packets has been shown or the duration has passed. Blocks.
 pub fn trace(
     options: &TraceOptions,
     access: &NodeAccess,
@@ -96,7 +96,7 @@ pub fn trace(
         if line.is_empty() {
             remark(Remark::Begun);
         } else if let Some(seen) = line.strip_prefix(SEEN).and_then(|seen| seen.parse::<u64>().ok()) {
-            // One may still be in flight.
+            // The first line of a packet may still be in flight.
             let missing = seen.saturating_sub(packets.begun());
             if missing > lost {
                 remark(Remark::Lost(missing - lost));
@@ -123,7 +123,7 @@ fn one(packet: &packets::Packet, output: Output) -> Result<String, PrintError> {
     })
 }
 
-/// What the agent is asked for.
+/// Builds the query for the agent.
 fn query(dump: &Dump, options: &TraceOptions) -> Result<TraceQuery> {
     let ips = match options.pod.parse::<IpAddr>() {
         Ok(ip) => vec![ip],
@@ -151,7 +151,7 @@ fn query(dump: &Dump, options: &TraceOptions) -> Result<TraceQuery> {
     Ok(query)
 }
 
-/// The path of the request.
+/// Returns the path of the HTTP request.
 fn path(query: &TraceQuery) -> Result<String> {
     let serde_json::Value::Object(fields) = serde_json::to_value(query)? else { bail!("a query has fields") };
     let set = fields.iter().filter(|(_, value)| !value.is_null());

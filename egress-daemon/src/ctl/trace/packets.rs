@@ -1,4 +1,4 @@
-//! From the lines of the programs to packets with names. Pure.
+//! Converts the lines of the programs to packets with names. Pure.
 
 use crate::ctl::{dump::Dump, print::Printable};
 use egress_common::{
@@ -11,10 +11,10 @@ use k8s_openapi::jiff::Timestamp;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Packets in progress on different processors at once, whose lines are interleaved. More are dropped, the oldest first.
+/// The maximum number of incomplete packets: packets on different processors have interleaved lines. Beyond it, the oldest is dropped.
 const OPEN: usize = 256;
 
-/// A packet, and what was decided about it.
+/// A packet, and the decisions about it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Packet {
@@ -22,18 +22,18 @@ pub struct Packet {
     pub number: u64,
     /// When its last line was read.
     pub time: String,
-    /// Where it was seen, its ends, its protocol and its length.
+    /// The hook that saw it, its addresses and ports, its protocol and its length.
     pub packet: String,
     /// Decisions, in order.
     pub decisions: Vec<String>,
-    /// What became of it.
+    /// Its fate.
     pub verdict: String,
 }
 
 impl Printable for Packet {
     fn text(&self) -> String {
         let steps: String = self.decisions.iter().map(|step| format!("      {step}\n")).collect();
-        // The day is today.
+        // The date is omitted: it is today.
         let time = self.time.split_once('T').map_or(self.time.as_str(), |(_, time)| time);
         format!("{time} #{} {}\n{steps}    = {}\n", self.number, self.packet, self.verdict)
     }
@@ -47,12 +47,12 @@ pub struct Packets {
 }
 
 impl Packets {
-    /// How many packets' first line has arrived.
+    /// Returns the number of packets whose first line has arrived.
     pub fn begun(&self) -> u64 {
         self.begun
     }
 
-    /// Takes a line. Returns the packet if that was its last.
+    /// Takes a line. Returns the packet if the line was its last.
     pub fn take(&mut self, line: &str, now: Timestamp, names: &mut Names) -> Option<Packet> {
         let (number, text) = line.split_once(' ')?;
         let number = number.parse().ok()?;
@@ -80,14 +80,14 @@ impl Packets {
     }
 }
 
-/// The names of what the programs know by numbers.
+/// The names of objects that the programs know by number.
 pub struct Names {
     dump: Dump,
     again: Box<dyn FnMut() -> Result<Dump, MapsError>>,
 }
 
 impl Names {
-    /// The names as of now; `again` rereads them if something is not known yet.
+    /// Makes the names from `dump`. `again` rereads the maps if a number is unknown.
     pub fn new(dump: Dump, again: impl FnMut() -> Result<Dump, MapsError> + 'static) -> Self {
         Self { dump, again: Box::new(again) }
     }
@@ -122,7 +122,7 @@ impl Names {
             _ => match self.look_up(what, number) {
                 Some(name) => name,
                 None => {
-                    // It may be new.
+                    // The object may be new.
                     if let Ok(dump) = (self.again)() {
                         self.dump = dump;
                     }
@@ -164,7 +164,7 @@ fn protocol(number: u32) -> String {
     }
 }
 
-/// The flags of a TCP segment, with a blank before each; and a comma after them, or after the protocol.
+/// Formats the flags of a TCP segment with a blank before each and a comma at the end. Without flags, the comma follows the protocol.
 fn flags(number: u32) -> String {
     let named = [(tcp::flag::SYN, "SYN"), (tcp::flag::FIN, "FIN"), (tcp::flag::RST, "RST"), (tcp::flag::ACK, "ACK")];
     let set = named.iter().filter(|(flag, _)| number & u32::from(*flag) != 0);

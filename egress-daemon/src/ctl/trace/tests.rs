@@ -1,4 +1,4 @@
-//! Lines as the programs report them, and requests.
+//! Tests with lines as the programs report them, and of requests.
 
 use super::{packets::Packet, *};
 use crate::ctl::views::testing::{dump, egress_index, policy_index};

@@ -19,20 +19,20 @@ pub struct BlockRow {
     pub node: String,
     /// Whether that is this node.
     pub here: bool,
-    /// How many blocks.
+    /// The number of blocks.
     pub blocks: usize,
-    /// How many ports.
+    /// The number of ports.
     pub ports: usize,
     /// The ports, as ranges `first-last`, sorted.
     pub port_ranges: Vec<String>,
-    /// How many different ports flows of this node use; null for other nodes, whose flows are not known here. Ports are
-    /// reused for other destinations, so there may be more flows.
+    /// The number of distinct ports that this node's flows use; null for another node, whose flows are not known here. Flows to different
+    /// destinations can share a port, so there may be more flows.
     pub used_ports: Option<usize>,
-    /// How many flows of this node use them; null as above.
+    /// The number of this node's flows that use the ports; null as above.
     pub flows: Option<usize>,
 }
 
-/// The most ranges shown in a table.
+/// The maximum number of ranges in a table cell.
 const RANGES: usize = 4;
 
 impl Row for BlockRow {
@@ -58,7 +58,7 @@ impl Row for BlockRow {
     }
 }
 
-/// Every lease that this node knows: its own, and for egress IPs that it owns or may own, everybody's.
+/// Returns every lease that this node knows: its own leases, and for egress IPs that it owns or may own, the leases of all nodes.
 pub fn blocks(sources: ViewSources<'_>) -> List<BlockRow> {
     let dump = sources.dump;
     let own = dump.tables.config.map_or(0, |config| config.node);
@@ -78,7 +78,7 @@ pub fn blocks(sources: ViewSources<'_>) -> List<BlockRow> {
             let block = port_block::of_port((row * usize::from(port_block::SIZE)) as u16);
             leased.entry(u32::from(node)).or_default().extend(block);
         }
-        // The blocks that the programs use here count, not the table for owners.
+        // For this node, the blocks that its programs use count, not the table for owners.
         let here: BTreeSet<u16> = dump.blocks(index).iter().copied().collect();
         leased.remove(&own);
         if !here.is_empty() {
@@ -103,7 +103,7 @@ pub fn blocks(sources: ViewSources<'_>) -> List<BlockRow> {
     sources.list(rows)
 }
 
-/// The ports of blocks as ranges, adjacent blocks joined. Entries of a map that are no blocks have no ports.
+/// Formats the ports of blocks as ranges, and joins adjacent blocks. Ignores map entries that are not valid blocks.
 fn ranges(blocks: &BTreeSet<u16>) -> Vec<String> {
     let mut ranges: Vec<(u16, u16)> = Vec::new();
     for block in blocks.range(..port_block::COUNT) {

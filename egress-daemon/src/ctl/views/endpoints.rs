@@ -22,8 +22,8 @@ pub struct EndpointRow {
     pub assigned: BTreeMap<String, Vec<IpAddr>>,
     /// Number of its class on this node; 0 for a pod that no policy selects.
     pub class: u32,
-    /// How many more seconds an idle TCP connection from before a policy selected the pod may begin to send. Those that have sent
-    /// since are left alone for as long as they are used.
+    /// The seconds that remain for an idle TCP connection from before a policy selected the pod to send again. Connections that have sent
+    /// since then are left alone as long as they are used.
     pub history_seconds: u64,
     /// Its translated flows.
     pub flows: usize,
@@ -44,7 +44,7 @@ impl Row for EndpointRow {
     }
 }
 
-/// Every pod, sorted by name.
+/// Returns every pod, sorted by name.
 pub fn endpoints(sources: ViewSources<'_>) -> List<EndpointRow> {
     let dump = sources.dump;
     let by_class = policies_by_class(dump);

@@ -10,22 +10,22 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
-/// Which flows are shown. Absent: all of them.
+/// Selects the flows to show. An absent field selects all flows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FlowFilter {
-    /// Of a pod: `namespace/name` or an address.
+    /// The pod: `namespace/name` or an address.
     pub pod: Option<String>,
-    /// To these addresses.
+    /// The remote addresses.
     pub to: Option<IpNet>,
-    /// To this port.
+    /// The remote port.
     pub to_port: Option<u16>,
-    /// With this egress IP.
+    /// The egress IP.
     pub egress_ip: Option<IpAddr>,
-    /// At most this many; the rest is counted.
+    /// The maximum number of flows to show; the others are only counted.
     pub limit: Option<usize>,
 }
 
-/// The flows that were asked for, and how many there are.
+/// The requested flows, and their number.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FlowsView {
@@ -35,7 +35,7 @@ pub struct FlowsView {
     pub total: usize,
     /// Flows that match the filters.
     pub matched: usize,
-    /// Those of them within the limit, sorted by pod and remote address.
+    /// The matching flows within the limit, sorted by pod and remote address.
     pub items: Vec<FlowRow>,
 }
 
@@ -55,13 +55,13 @@ pub struct FlowRow {
     pub remote_port: u16,
     /// `tcp`, `udp`, `icmp` or a number.
     pub protocol: String,
-    /// The egress IP; null for a flow that is left alone.
+    /// The egress IP; null for a flow that is left alone, and if the egress IP is gone.
     pub egress_ip: Option<IpAddr>,
-    /// The translated port or identifier; null as above.
+    /// The translated port or identifier; null for a flow that is left alone.
     pub egress_port: Option<u16>,
-    /// The policy; null as above.
+    /// The policy; null for a flow that is left alone.
     pub policy: Option<String>,
-    /// The node that carries it: the egress IP's owner; null as above, and while there is no owner.
+    /// The node that carries the flow: the egress IP's owner; null if the egress IP is null or has no owner.
     pub gateway: Option<String>,
     /// Seconds since its first packet, to within 1.1 s.
     pub age_seconds: u64,
@@ -121,7 +121,7 @@ impl Printable for FlowsView {
 /// The [`FlowRow::kind`] of a flow that keeps an egress IP.
 pub(crate) const TRANSLATED: &str = "translated";
 
-/// A protocol's name.
+/// Returns a protocol's name.
 pub(crate) fn protocol(number: u32) -> String {
     match number {
         1 | 58 => "icmp".into(),
@@ -144,7 +144,7 @@ fn tcp_state(flow: &FlowEntry) -> &'static str {
     }
 }
 
-/// One flow for users and programs.
+/// Converts a flow to a row.
 pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
     let ours = !flow.untouched;
     let egress = dump.egress_ip(flow.flow.egress).filter(|(_, e)| ours && e.generation == flow.flow.egress_generation);
@@ -171,7 +171,7 @@ pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
     }
 }
 
-/// The flows that match the filter.
+/// Returns the flows that match the filter.
 pub fn flows(sources: ViewSources<'_>, filter: &FlowFilter) -> FlowsView {
     let dump = sources.dump;
     let of_pod = |flow: &FlowEntry| match &filter.pod {

@@ -10,11 +10,11 @@ use egress_core::network::xdp::Xdp;
 use serde::Serialize;
 use std::{collections::BTreeMap, net::IpAddr};
 
-/// A node that owns egress IPs which this node uses, or that its agent probes.
+/// A node that owns egress IPs that this node uses, or that this node's agent probes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GatewayRow {
-    /// Where packets to it are sent; null for this node itself.
+    /// The address to which packets for it are sent; null for this node itself.
     pub address: Option<IpAddr>,
     /// Its name.
     pub name: String,
@@ -22,23 +22,23 @@ pub struct GatewayRow {
     pub local: bool,
     /// The egress IPs that it owns, sorted.
     pub egress_ips: Vec<IpAddr>,
-    /// Whether new flows of some policy may choose one of them; null if no policy of this node's pods has one.
+    /// Whether new flows of some policy may choose one of its egress IPs; null if no policy of this node's pods has one of them.
     pub used_for_new_flows: Option<bool>,
     /// Flows of this node that it carries.
     pub flows: usize,
     /// The result of probes; null if the agent does not answer.
     pub probe: Option<ProbeResult>,
-    /// The last round trip in microseconds; null if it is not known.
+    /// The last round-trip time in microseconds; null if unknown.
     pub rtt_micros: Option<u64>,
     /// The transport to it; null if the agent does not answer.
     pub transport: Option<String>,
-    /// The transport that it answers by; null if that is not known.
+    /// The reply transport that it uses; null if unknown.
     pub replies: Option<String>,
-    /// For this node: the interfaces whose packets are forwarded at a driver, sorted; null for another node, or if the agent does not
+    /// For this node: the interfaces at whose drivers (XDP) packets are forwarded, sorted; null for another node, or if the agent does not
     /// answer.
     pub native: Option<Vec<String>>,
-    /// Why no better transport is in force, or for this node, why packets are not forwarded at a driver; null if the
-    /// best one is, or the agent does not answer.
+    /// The reason why no better transport is in use, or for this node, why packets are not forwarded at a driver; null if the best
+    /// transport is in use, or if the agent does not answer.
     pub why_not_better: Option<String>,
 }
 
@@ -65,7 +65,7 @@ impl Row for GatewayRow {
     }
 }
 
-/// Every gateway, sorted by name.
+/// Returns every gateway, sorted by name.
 pub fn gateways(sources: ViewSources<'_>) -> List<GatewayRow> {
     let dump = sources.dump;
     let own = dump.tables.config.map_or(0, |config| config.node);
@@ -109,7 +109,7 @@ pub fn gateways(sources: ViewSources<'_>) -> List<GatewayRow> {
     sources.list(rows.into_values().collect())
 }
 
-/// What is in force at this node's own interfaces.
+/// Adds the state of XDP at this node's own interfaces.
 fn at_drivers(row: &mut GatewayRow, node: &NodeState) {
     row.native = Some(node.drivers.iter().filter(|(_, why)| why.is_none()).map(|(name, _)| name.clone()).collect());
     let why_not = node.drivers.iter().filter_map(|(name, why)| Some(format!("not XDP at {name}: {}", why.as_ref()?)));

@@ -9,37 +9,37 @@ use std::{
     net::IpAddr,
 };
 
-/// An egress IP that this node uses, carries, or may come to carry.
+/// An egress IP that this node uses, carries, or may carry later.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct IpRow {
     /// The address.
     pub egress_ip: IpAddr,
-    /// The carrier that this node's packets go to; null for none.
+    /// The carrier to which this node sends packets; null for none.
     pub owner: Option<String>,
-    /// Whether that is this node.
+    /// Whether the owner is this node.
     pub owned_here: bool,
     /// Whether this node is one of its carriers.
     pub carried_here: bool,
-    /// Rises with each change of owner.
+    /// The epoch, which rises with each change of owner.
     pub epoch: u64,
-    /// The policies of this node's pods that have a slot with it, sorted.
+    /// The policies of this node's pods that have a slot with the egress IP, sorted.
     pub policies: Vec<String>,
-    /// Those of them whose new flows may choose it.
+    /// The policies among them whose new flows may choose the egress IP.
     pub usable_for: Vec<String>,
     /// Whether it is a node's own address, which never moves.
     pub fixed: bool,
     /// Whether this node, as a carrier, answers ARP and NDP for it.
     pub announced: bool,
-    /// Port blocks that this node may take ports from.
+    /// The number of port blocks from which this node may take ports.
     pub blocks: usize,
-    /// Ports in those blocks.
+    /// The number of ports in those blocks.
     pub ports: usize,
-    /// Flows of this node.
+    /// The number of flows of this node.
     pub flows: usize,
-    /// The pool that it comes from; null for one that a policy names, and if the agent does not answer.
+    /// Its pool; null for an egress IP that a policy names directly, and if the agent does not answer.
     pub pool: Option<String>,
-    /// The node that it goes back to; null as above.
+    /// The node to which it returns; null as above.
     pub preferred_owner: Option<String>,
 }
 
@@ -73,7 +73,7 @@ impl Row for IpRow {
     }
 }
 
-/// Every egress IP, sorted by address.
+/// Returns every egress IP, sorted by address.
 pub fn ips(sources: ViewSources<'_>) -> List<IpRow> {
     let dump = sources.dump;
     let mut flows: BTreeMap<u32, usize> = BTreeMap::new();
@@ -114,7 +114,7 @@ pub fn ips(sources: ViewSources<'_>) -> List<IpRow> {
     sources.list(rows)
 }
 
-/// The epoch of an egress IP's owner.
+/// Returns the epoch of an egress IP's owner.
 pub(crate) fn epoch(e: &egress_common::egress::EgressIp) -> u64 {
     u64::from(e.epoch_high) << 32 | u64::from(e.epoch_low)
 }

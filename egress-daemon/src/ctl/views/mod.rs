@@ -1,4 +1,4 @@
-//! Views: what a command shows, as pure functions of the maps and of what the agent reports.
+//! Views: the output of commands, as pure functions of the maps and of the agent's report.
 
 mod blocks;
 mod endpoints;
@@ -33,12 +33,12 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct ViewSources<'a> {
     /// The maps.
     pub dump: &'a Dump,
-    /// What the agent reports, if it answers.
+    /// The agent's report, if it answers.
     pub agent: Option<&'a AgentState>,
 }
 
 impl ViewSources<'_> {
-    /// The node's name.
+    /// Returns the node's name.
     pub fn node(&self) -> Option<String> {
         let told = self.agent.map(|agent| agent.node.name.clone()).filter(|name| !name.is_empty());
         told.or_else(|| self.dump.own_name())
@@ -49,7 +49,7 @@ impl ViewSources<'_> {
     }
 }
 
-/// The policies of each class.
+/// Returns the policies of each class.
 fn policies_by_class(dump: &Dump) -> BTreeMap<u32, BTreeSet<u32>> {
     let mut all: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
     for (class, _, policy) in dump.routes().filter(|(_, _, policy)| *policy != 0) {
@@ -58,7 +58,7 @@ fn policies_by_class(dump: &Dump) -> BTreeMap<u32, BTreeSet<u32>> {
     all
 }
 
-/// The condition `Ready`, or the first one, in one cell: its status, and its reason unless it is True.
+/// Formats the condition `Ready`, or the first condition, for one cell: its status, and its reason unless the status is True.
 fn ready(conditions: &[ConditionState]) -> Option<String> {
     let condition = conditions.iter().find(|c| c.kind == "Ready").or_else(|| conditions.first())?;
     let good = condition.status == "True" || condition.reason.is_empty();

@@ -21,21 +21,21 @@ use std::{
 pub struct PolicyRow {
     /// Its name: `web`, `cegp/web`, `egress/web`.
     pub name: String,
-    /// `PerFlow` or `PerEndpoint`; null if only the agent could tell.
+    /// `PerFlow` or `PerEndpoint`; null for a policy whose distribution the agent does not report.
     pub distribution: Option<String>,
     /// Its slots in the maps, sorted by address; empty for a policy that selects no pod here.
     pub slots: Vec<SlotRow>,
-    /// How many pods of this node it selects.
+    /// The number of pods of this node that it selects.
     pub endpoints: usize,
-    /// How many destinations lead to it, over all classes.
+    /// The number of destinations that lead to it, over all classes.
     pub prefixes: usize,
-    /// `Drop` or `NodeIP`: what becomes of new flows without a usable slot; null for a policy that is not in the maps.
+    /// `Drop` or `NodeIP`, for new flows without a usable slot; null for a policy that is not in the maps.
     pub on_no_gateway: Option<String>,
-    /// `Keep` or `Drop`: what becomes of connections from before the policy; null as above.
+    /// `Keep` or `Drop`, for connections from before the policy; null as above.
     pub existing_connections: Option<String>,
     /// The condition `Ready`; null if the agent does not answer.
     pub ready: Option<String>,
-    /// What the agent knows to be wrong with it, in sentences: of `Ready`, `Degraded` and `Conflicting`.
+    /// The problems that the agent reports for it: the messages of `Ready`, `Degraded` and `Conflicting`.
     pub problems: Vec<String>,
 }
 
@@ -75,7 +75,7 @@ impl Row for PolicyRow {
     }
 }
 
-/// Every policy in the maps, and those that only the agent knows.
+/// Returns every policy in the maps, and the policies that only the agent knows.
 pub fn policies(sources: ViewSources<'_>) -> List<PolicyRow> {
     let dump = sources.dump;
     let by_class = policies_by_class(dump);
@@ -93,7 +93,7 @@ pub fn policies(sources: ViewSources<'_>) -> List<PolicyRow> {
     let mut rows: BTreeMap<String, PolicyRow> = BTreeMap::new();
     for index in indices {
         let [v4, v6] = [false, true].map(|ipv6| dump.policy(index, ipv6));
-        // A family that waits for port blocks lacks the bit of `NodeIP`.
+        // The entry of a family that waits for port blocks lacks the bit for `NodeIP`.
         let flags = [v4, v6].into_iter().flatten().fold(0, |flags, policy| flags | policy.flags);
         let either = |flag, yes: &str, no: &str| Some(if flags & flag != 0 { yes } else { no }.to_owned());
         let name = dump.policy_name(index);
@@ -113,7 +113,7 @@ pub fn policies(sources: ViewSources<'_>) -> List<PolicyRow> {
     for told in sources.agent.iter().flat_map(|agent| &agent.policies) {
         let row = rows.entry(told.name.clone()).or_insert_with(|| elsewhere(told));
         row.ready = ready(&told.conditions);
-        // A policy that is not Programmed is not Ready either, and that condition says why.
+        // A policy that is not Programmed is not Ready either, and the condition `Ready` states the reason.
         let says = |c: &&ConditionState| c.kind != "Programmed" && !c.message.is_empty();
         let wrong = |c: &&ConditionState| says(c) && (c.kind == "Ready") != (c.status == "True");
         row.problems = told.conditions.iter().filter(wrong).map(|c| c.message.clone()).collect();
@@ -121,7 +121,7 @@ pub fn policies(sources: ViewSources<'_>) -> List<PolicyRow> {
     sources.list(rows.into_values().collect())
 }
 
-/// A policy that selects no pod of this node.
+/// Returns the row of a policy that selects no pod of this node.
 fn elsewhere(told: &PolicyState) -> PolicyRow {
     PolicyRow {
         name: told.name.clone(),

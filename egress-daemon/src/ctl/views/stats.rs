@@ -5,13 +5,13 @@ use crate::ctl::print::{Printable, Row, table};
 use egress_node::host::firewall::Dropped;
 use serde::Serialize;
 
-/// All counters: those of the programs since the maps were made, those of the rules since the nftables table was.
+/// All counters: of the programs since the maps were created, and of the rules since the nftables table was created.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StatsView {
     /// The node's name.
     pub node: Option<String>,
-    /// What was done, then what was dropped.
+    /// The counters, with drops last.
     pub items: Vec<CounterRow>,
 }
 
@@ -23,7 +23,7 @@ pub struct CounterRow {
     pub name: String,
     /// Its value, summed over the CPUs.
     pub value: u64,
-    /// What it counts.
+    /// A description of what it counts.
     pub help: String,
     /// Whether it counts dropped packets.
     pub dropped: bool,
@@ -44,7 +44,7 @@ impl Printable for StatsView {
     }
 }
 
-/// All counters, drops last. `rules`: what nftables rules have dropped.
+/// Returns all counters, drops last. `rules` are the drops of nftables rules.
 pub fn stats(sources: ViewSources<'_>, rules: &[Dropped]) -> StatsView {
     let row = |name: &str, help: &str, value: u64| CounterRow {
         name: name.into(),

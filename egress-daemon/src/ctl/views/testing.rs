@@ -1,4 +1,4 @@
-//! For tests: a node whose maps were written by the encoder, with some flows.
+//! For tests: a node with maps from the encoder, and some flows.
 
 use crate::ctl::dump::{Back, Dump, FlowEntry};
 use egress_common::{
@@ -15,7 +15,7 @@ use egress_core::{
 };
 use std::{collections::BTreeSet, net::IpAddr};
 
-/// The first tick in which anything happened.
+/// The tick of the first event.
 pub const START: u32 = 1000;
 
 /// Parses an address.
@@ -27,8 +27,8 @@ fn policy(name: &str) -> PolicyId {
     name.parse().unwrap()
 }
 
-/// What worker1 should do: policy `web` over gw1 and gw2 for pod prod/web-0, policy `pin` assigns prod/pin-0 to
-/// 192.0.2.20 of worker1 itself, and no policy selects prod/free-0. 192.0.2.12 has no owner and takes no new flows.
+/// Returns the view of worker1: policy `web` sends pod prod/web-0 over gw1 and gw2, policy `pin` assigns prod/pin-0 to 192.0.2.20 of
+/// worker1 itself, and no policy selects prod/free-0. 192.0.2.12 has no owner and takes no new flows.
 pub fn view() -> NodeView {
     let mut view = NodeView { node: Some("worker1".into()), ..NodeView::default() };
     for (name, address) in [("worker1", "172.16.0.1"), ("gw1", "172.16.0.11"), ("gw2", "172.16.0.12")] {
@@ -97,7 +97,7 @@ pub fn view() -> NodeView {
     view
 }
 
-/// The maps after the encoder.
+/// Returns the maps that the encoder makes from a view.
 pub fn dump_of(view: &NodeView) -> Dump {
     let empty = Tables::default();
     let tables = Encoder::recover(&empty).encode(view, &empty).unwrap();
@@ -106,17 +106,17 @@ pub fn dump_of(view: &NodeView) -> Dump {
     dump
 }
 
-/// The index of an egress IP or a policy.
+/// Returns the index of an egress IP.
 pub fn egress_index(dump: &Dump, address: &str) -> u32 {
     dump.egress_ips().find(|(_, a, _)| *a == ip(address)).unwrap().0
 }
 
-/// The index of a policy.
+/// Returns the index of a policy.
 pub fn policy_index(dump: &Dump, name: &str) -> u32 {
     dump.tables.policies.keys().map(|key| key.policy).find(|index| dump.policy_name(*index) == name).unwrap()
 }
 
-/// A translated, established TCP flow.
+/// Returns a translated, established TCP flow.
 pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, egress: (&str, u16)) -> FlowEntry {
     let index = egress_index(dump, egress.0);
     let flow = Flow {
@@ -144,7 +144,7 @@ pub fn flow(dump: &Dump, pod: (&str, u16), remote: (&str, u16), policy: &str, eg
     }
 }
 
-/// worker1 with three flows: two of prod/web-0 (one closed), one that is left alone.
+/// Returns worker1 with three flows: two of prod/web-0 (one closed), and one that is left alone.
 pub fn dump() -> Dump {
     let mut dump = dump_of(&view());
     let first = flow(&dump, ("10.10.0.5", 40_000), ("203.0.113.7", 443), "web", ("192.0.2.10", 1024));

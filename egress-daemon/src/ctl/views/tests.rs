@@ -48,7 +48,7 @@ fn agent() -> AgentState {
     }
 }
 
-/// Each text fits 100 columns, and JSON names are camelCase.
+/// Prints a view as a table, which must fit 100 columns, and as JSON.
 fn check_prints<V: Printable>(view: &V) -> (String, Value) {
     let text = print(view, Output::Table).unwrap();
     assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");

@@ -10,11 +10,10 @@ use egress_node::host::firewall::Dropped;
 use serde::Serialize;
 use std::{cmp::Reverse, collections::BTreeMap, fmt, net::SocketAddr};
 
-/// A flow counts as active if a packet of it was seen within this many seconds: two of the ticks in which idle time is
-/// counted.
+/// A flow is active if it had a packet within this number of seconds. The value corresponds to two ticks, the unit of idle time.
 const ACTIVE: u64 = 2;
 
-/// What flows are counted by.
+/// The key by which flows are counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum By {
@@ -33,16 +32,16 @@ pub enum By {
     Path,
 }
 
-/// What was read at one time.
+/// The data read at one time.
 #[derive(Clone, Debug, Default)]
 pub struct Sample {
     /// The maps, with the flows.
     pub dump: Dump,
-    /// What nftables rules have dropped.
+    /// The drops of nftables rules.
     pub rules: Vec<Dropped>,
 }
 
-/// What happened between two samples.
+/// The changes between two samples.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TopView {
@@ -52,23 +51,23 @@ pub struct TopView {
     pub seconds: f64,
     /// Flows in the table.
     pub flows: usize,
-    /// Flows of which a packet was seen in the last two seconds.
+    /// Flows with a packet in the last two seconds.
     pub active: usize,
-    /// Flows that appeared, per second; those that began and ended between the samples are not seen.
+    /// Flows that appeared, per second. Flows that began and ended between the samples are not counted.
     pub opened_per_second: f64,
     /// Flows that disappeared, per second.
     pub ended_per_second: f64,
-    /// What was dropped, by reason; reasons without drops are left out.
+    /// Drops by reason, without the reasons that had none.
     pub dropped: Vec<DropRate>,
-    /// What the items stand for.
+    /// The key by which flows are counted.
     pub by: By,
-    /// How many items there are.
+    /// The number of items before the limit.
     pub total: usize,
-    /// The busiest ones.
+    /// The busiest items.
     pub items: Vec<TopRow>,
 }
 
-/// A reason for which packets were dropped.
+/// The rate of one drop reason.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DropRate {
@@ -88,26 +87,26 @@ pub struct Path {
     pub policy: Option<String>,
     /// The egress IP; null as above.
     pub egress_ip: Option<String>,
-    /// The node that carries it; null as above, and while there is none.
+    /// The node that carries the egress IP; null as above, and while no node does.
     pub gateway: Option<String>,
     /// The destination, as for `egressctl explain --to`.
     pub to: String,
 }
 
-/// Flows that have something in common.
+/// Flows with the same key.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TopRow {
     /// The pod, egress IP, gateway, policy, remote address or path; `-` for flows without one.
     pub name: String,
-    /// The path, if flows are counted by it; otherwise absent.
+    /// The path, if flows are counted by path; otherwise absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<Path>,
-    /// As above.
+    /// Flows in the table.
     pub flows: usize,
-    /// As above.
+    /// Flows with a packet in the last two seconds.
     pub active: usize,
-    /// As above.
+    /// Flows that appeared, per second.
     pub opened_per_second: f64,
 }
 
@@ -142,12 +141,12 @@ impl Printable for TopView {
     }
 }
 
-/// What distinguishes a flow from every other one, including an earlier one with its 5-tuple.
+/// Returns a key that distinguishes a flow from every other flow, including an earlier flow with the same 5-tuple.
 fn identity(flow: &FlowEntry) -> impl Ord + use<> {
     (flow.key(), flow.flow.created)
 }
 
-/// The flows of `all` that are not among `others`; both are sorted as dumps are.
+/// Returns the flows of `all` that are not in `others`. Both must be sorted like dumps.
 fn without<'a>(all: &'a [FlowEntry], others: &'a [FlowEntry]) -> impl Iterator<Item = &'a FlowEntry> {
     let mut others = others.iter().map(identity).peekable();
     all.iter().filter(move |flow| {
@@ -157,7 +156,7 @@ fn without<'a>(all: &'a [FlowEntry], others: &'a [FlowEntry]) -> impl Iterator<I
     })
 }
 
-/// What happened between two samples; the `limit` busiest items.
+/// Returns the changes between two samples, with the `limit` busiest items.
 pub fn top(before: &Sample, now: &Sample, by: By, limit: usize) -> TopView {
     let dump = &now.dump;
     let seconds = (dump.now.saturating_sub(before.dump.now) as f64 / 1e9).max(f64::EPSILON);
@@ -195,7 +194,7 @@ pub fn top(before: &Sample, now: &Sample, by: By, limit: usize) -> TopView {
     }
 }
 
-/// What flows have in common, and their path if that is all of it.
+/// The key of flows, and their path if they are counted by path.
 type Name = (String, Option<Path>);
 
 fn name(dump: &Dump, flow: &FlowEntry, by: By) -> Name {
@@ -230,7 +229,7 @@ impl fmt::Display for Path {
     }
 }
 
-/// A flow's remote side, as `explain` takes it.
+/// Formats a flow's destination as for `egressctl explain --to`.
 fn destination(flow: &FlowEntry) -> String {
     let protocol = protocol(flow.proto);
     match flow.remote_port {
@@ -262,7 +261,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// Two samples two seconds apart: one flow of web-0 disappeared, two of it and one of pin-0 appeared.
+    /// Returns two samples two seconds apart. Between them, one flow of web-0 ended, and two flows of web-0 and one of pin-0 began.
     fn samples() -> (Sample, Sample) {
         let before = Sample { dump: dump(), rules: vec![Dropped { name: "drop_astray", help: "", packets: 3 }] };
         let mut now = before.clone();

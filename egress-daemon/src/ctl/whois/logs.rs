@@ -1,4 +1,4 @@
-//! Finds the logs: this node's, or copies of those of other nodes.
+//! Finds the logs of this node, or copies of logs of other nodes.
 
 use crate::flowlog::{self, Kind};
 use crate::lock::RunFiles;
@@ -13,23 +13,23 @@ const FLOWS: &str = "flows";
 /// The logs that exist.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Logs {
-    /// Where they were looked for.
+    /// The directory that was searched.
     pub(super) directory: PathBuf,
-    /// Those of leases.
+    /// The directories of lease logs.
     pub(super) leases: Vec<PathBuf>,
-    /// Those of flows.
+    /// The directories of flow logs.
     pub(super) flows: Vec<PathBuf>,
 }
 
 impl Logs {
-    /// Those of the agent with these pins.
+    /// Returns the logs of the agent with these pins.
     pub(super) fn of(bpffs: &Path) -> Self {
         let files = RunFiles::of(bpffs);
         let there = |path: PathBuf| Some(path).into_iter().filter(|path| path.is_dir()).collect();
         Self { directory: files.logs(), leases: there(files.log()), flows: there(files.flows()) }
     }
 
-    /// Those in a directory that was copied: the two directories of an agent, one of them, or the directories of several agents.
+    /// Returns the logs in a copied directory. It may hold both directories of an agent, one of them, or the directories of several agents.
     pub(super) fn below(directory: &Path) -> Result<Self> {
         let mut logs = Self { directory: directory.to_owned(), ..Self::default() };
         let context = || format!("{} cannot be read: name a directory with logs with --log", directory.display());
@@ -50,7 +50,7 @@ impl Logs {
         Ok(logs)
     }
 
-    /// Takes a directory if it has the files of a log, or is empty and has the name of one.
+    /// Adds a directory if it has the files of a log, or if it is empty and has the name of a log.
     fn take(&mut self, path: &Path) -> Result<()> {
         if !path.is_dir() {
             return Ok(());

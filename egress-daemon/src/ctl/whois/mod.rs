@@ -1,5 +1,5 @@
-//! `egressctl whois`: who used a port of an egress IP at a given time. The node comes from the lease log; the pod comes from the flow
-//! log, or from the flows that are live on this node.
+//! `egressctl whois`: finds the user of a port of an egress IP at a given time. The node comes from the lease log; the pod comes from
+//! the flow log, or from the live flows of this node.
 
 mod logs;
 #[cfg(test)]
@@ -21,31 +21,31 @@ use logs::Logs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
-/// How much the clocks of nodes may differ, and how late a lease may be logged, in microseconds.
+/// The tolerance for clock differences between nodes, and for the delay in logging a lease, in microseconds.
 const SLACK: i64 = 2_000_000;
 
 /// The question.
 #[derive(Clone, Debug)]
 pub struct WhoisOptions {
-    /// The egress IP and the port that somebody has seen.
+    /// The source address and port that were observed: an egress IP and its port.
     pub seen: SocketAddr,
-    /// When; absent: now.
+    /// The time; `None` for now.
     pub at: Option<Moment>,
-    /// The server.
+    /// The destination.
     pub to: Option<SocketAddr>,
-    /// The logs, or one of them, or a directory of such directories; absent: this node's.
+    /// The directory of both logs, of one log, or of several agents' directories; `None` for this node's logs.
     pub log: Option<PathBuf>,
     /// The agent's pins.
     pub bpffs: PathBuf,
 }
 
-/// The live flows of a node, and when they were read.
+/// The live flows of a node, and the time when they were read.
 pub(super) struct Living<'a> {
     pub(super) dump: &'a Dump,
     pub(super) now: Instant,
 }
 
-/// Answers.
+/// Answers a question.
 pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
     let now = flowlog::now();
     let at = options.at.unwrap_or(Moment { from: now, until: now });
@@ -77,7 +77,7 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
     Ok(whois(options.seen, at, options.to, Known { leases, recorded, living: living.as_ref() }))
 }
 
-/// What is known of a port from each source; `None` without such a source.
+/// The information about a port from each source; `None` for a missing source.
 #[derive(Default)]
 pub(super) struct Known<'a> {
     /// The answer from leases.
@@ -88,14 +88,14 @@ pub(super) struct Known<'a> {
     pub(super) living: Option<&'a Living<'a>>,
 }
 
-/// Flows that were recorded, and why there may be others.
+/// Recorded flows, and the reasons why there may be others.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Recorded {
     pub(super) likely: Vec<Likely>,
     pub(super) doubts: Vec<flows::Doubt>,
 }
 
-/// Searches the flow logs of one node or of several.
+/// Searches the flow logs of one or several nodes.
 fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Option<Recorded> {
     let wanted = flows::Wanted {
         egress_ip: question.egress_ip,
@@ -111,7 +111,7 @@ fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Option<Record
         };
         all.push(Recorded { likely, doubts });
     }
-    // If one node had the port, no other one had.
+    // If one node certainly had the port, no other node had it.
     if all.iter().any(|one| one.likely.iter().any(|likely| likely.surely)) {
         all.retain(|one| !one.likely.is_empty());
     }
@@ -123,7 +123,7 @@ fn recorded(logs: &Logs, question: LeaseQuestion, living: bool) -> Option<Record
     all.into_iter().reduce(together)
 }
 
-/// The records that concern an egress IP: its own leases, and those that tell when the log was written.
+/// Returns a filter for the records that matter for an egress IP: its own leases, and records that show when the log was written.
 fn about(address: IpAddr) -> impl Fn(&LeaseRecord) -> bool {
     move |record| match &record.event {
         LeaseEvent::Held(lease) | LeaseEvent::Granted(lease) | LeaseEvent::Returned(lease) => {
@@ -133,7 +133,7 @@ fn about(address: IpAddr) -> impl Fn(&LeaseRecord) -> bool {
     }
 }
 
-/// The translated flows of a dump that the outside sees as `seen`, and that were or may have been live at a time.
+/// Returns the translated flows of a dump that the outside sees as `seen`, and that were or may have been live at a time.
 pub(super) fn seen_as<'a>(
     living: &Living<'a>,
     seen: SocketAddr,
@@ -153,7 +153,7 @@ pub(super) fn seen_as<'a>(
     flows.filter(|(_, began)| *began <= at.until + SLACK).collect()
 }
 
-/// Whether leases say that exactly this node, or that nobody, had the port.
+/// Returns whether the leases prove that exactly this node, or no node, had the port.
 fn is_sure(answer: &LeaseAnswer) -> bool {
     answer.doubts.is_empty()
 }

@@ -1,4 +1,4 @@
-//! Answers from leases and flows, and times that users write.
+//! Answers from leases and flows, and times as users write them.
 
 use super::*;
 use crate::ctl::print::Printable as _;
@@ -105,7 +105,7 @@ fn flow(pod: &str, node: &str, to: Option<&str>) -> Likely {
     Likely { flow, surely: true }
 }
 
-/// The answer for flows of the port, with or without gaps in the log.
+/// Returns the answer for these flows of the port. `doubts` are the gaps in the log.
 fn of_flows(likely: Vec<Likely>, doubts: Vec<flows::Doubt>, to: Option<&str>) -> WhoisView {
     let recorded = Some(Recorded { likely, doubts });
     let known = Known {
@@ -133,7 +133,7 @@ fn recorded_flows_name_the_pod_and_say_why_not_surer() {
     );
     assert!(text.contains("the node is certain, the pod is certain"), "{text}");
 
-    // With gaps, the answer is certain only if the server is named and servers are recorded.
+    // With gaps, the answer is certain only if the question names the server and the log has destinations.
     let view = of_flows(vec![flow("prod/web", "w7", TO)], lost(), None);
     assert_eq!(certain(&view), (true, false));
     assert!(view.text().contains("7 beginnings and ends of flows between 1970-01-01T01:00:00Z"), "{}", view.text());
@@ -142,14 +142,14 @@ fn recorded_flows_name_the_pod_and_say_why_not_surer() {
     let view = of_flows(vec![flow("prod/web", "w7", None)], lost(), TO);
     assert!(!view.pod_certain && view.text().contains("destinations are not recorded"), "{}", view.text());
 
-    // Two pods had the port, each towards another server.
+    // Two pods had the port, each to a different server.
     let two = || vec![flow("prod/web", "w7", TO), flow("prod/db", "w7", OTHER)];
     let view = of_flows(two(), vec![], None);
     assert!(!view.pod_certain && view.text().contains("flows of several pods"), "{}", view.text());
     let view = of_flows(two(), vec![], OTHER);
     assert_eq!((view.pod_certain, view.recorded[0].pod.as_str(), view.recorded.len()), (true, "prod/db", 1));
 
-    // It began or ended at about that time, within the clocks' error; or there was none.
+    // The flow began or ended at about that time, within the clocks' tolerance; or there was no flow.
     let near = Likely { surely: false, ..flow("prod/web", "w7", TO) };
     let view = of_flows(vec![near], vec![], TO);
     assert!(!view.pod_certain && view.text().contains("at about that time"), "{}", view.text());
@@ -193,7 +193,7 @@ fn a_copy_of_a_log_is_known_by_its_files_whatever_its_name() {
     for at in [HOUR, HOUR + 1] {
         leases.append(&[alive(at)]).unwrap();
         flows.append(&[Line::Started(at, "w1".into()), Line::Alive(at, 0)]).unwrap();
-        // First both are journals, and then also segments.
+        // At first, both logs have only journals; later, they also have segments.
         let logs = Logs::below(directory.path()).unwrap();
         assert_eq!(logs.leases, [directory.path().join("copy-of-leases")]);
         assert_eq!(logs.flows, [directory.path().join("copy-of-flows")]);

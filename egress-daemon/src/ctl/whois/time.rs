@@ -1,11 +1,11 @@
-//! Times that users write. Pure.
+//! Times as users write them. Pure.
 
 use crate::flowlog::Instant;
 use k8s_openapi::jiff::{Timestamp, civil};
 
 const SECOND: i64 = 1_000_000;
 
-/// A time that a user gave: the first and the last microsecond that it may be.
+/// A user's time: the first and the last microsecond that it can mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moment {
     /// The earliest.
@@ -14,7 +14,7 @@ pub struct Moment {
     pub until: Instant,
 }
 
-/// Reads a time with its zone. Without seconds, or fractions of them, it means the whole minute or second.
+/// Parses a time with its zone. A time without seconds means the whole minute; a time without a fraction, the whole second.
 pub fn moment(text: &str) -> Result<Moment, String> {
     let example = "write a date, a time and a zone, such as 2026-11-25T14:03:00Z or 2026-11-25T15:03:00+01:00";
     let text = text.trim();
@@ -47,7 +47,7 @@ pub fn moment(text: &str) -> Result<Moment, String> {
     }
 }
 
-/// A time for display.
+/// Formats a time for display.
 pub(super) fn text(at: Instant) -> String {
     // Milliseconds are enough here.
     Timestamp::from_millisecond(at.div_euclid(1000)).map_or_else(|_| at.to_string(), |at| at.to_string())

@@ -1,4 +1,4 @@
-//! The answer, how certain it is, and why not more so. Pure.
+//! The answer, its certainty, and the reasons for doubt. Pure.
 
 use super::time::text;
 use super::{Known, Moment, SLACK, is_sure, seen_as};
@@ -16,17 +16,17 @@ use std::net::SocketAddr;
 pub struct NodeRow {
     /// The node.
     pub node: String,
-    /// The first of the ports that it got together; null if only a flow shows that it had it.
+    /// The first port of the lease; null if only a flow shows that the node had the port.
     pub first_port: Option<u16>,
-    /// The last of them.
+    /// The last port of the lease.
     pub last_port: Option<u16>,
-    /// When it got them; null: not known.
+    /// The start of the lease; null if unknown.
     pub from: Option<String>,
-    /// When they were taken from it; null: not known, or not yet.
+    /// The end of the lease; null if unknown, or if the lease has not ended.
     pub until: Option<String>,
 }
 
-/// A flow that was recorded.
+/// A recorded flow.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RecordedRow {
@@ -40,35 +40,35 @@ pub struct RecordedRow {
     pub protocol: String,
     /// The server; null if destinations are not recorded.
     pub to: Option<SocketAddr>,
-    /// When it began, to within 1.1 s.
+    /// The time of its start, to within 1.1 s.
     pub began: String,
-    /// When its last packet came, to within 1.1 s; null: it was open at the end of the log.
+    /// The time of its last packet, to within 1.1 s; null if it was open at the end of the log.
     pub ended: Option<String>,
-    /// Whether it had the port at that time for certain; otherwise it began or ended at about that time.
+    /// Whether it certainly had the port at the time in question. If not, it began or ended at about that time.
     pub certain: bool,
 }
 
-/// Who it was.
+/// The answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WhoisView {
     /// The egress IP and the port.
     pub seen: String,
-    /// The earliest time that is meant.
+    /// The earliest time in question.
     pub from: String,
-    /// The latest.
+    /// The latest time in question.
     pub until: String,
-    /// The nodes that may have been it.
+    /// The nodes that may have had the port.
     pub nodes: Vec<NodeRow>,
-    /// The live flows that may have been it, with pod and policy.
+    /// The live flows that may have had the port, with pod and policy.
     pub flows: Vec<FlowRow>,
-    /// The flows that were recorded and may have been it.
+    /// The recorded flows that may have had the port.
     pub recorded: Vec<RecordedRow>,
-    /// Whether the node is certain, or it is certain that no node had the port.
+    /// Whether the node is certain. True also if certainly no node had the port.
     pub node_certain: bool,
     /// Whether the pod is certain.
     pub pod_certain: bool,
-    /// Why it is not more certain, a sentence each.
+    /// The reasons for doubt, one sentence each.
     pub doubts: Vec<String>,
 }
 
@@ -86,7 +86,7 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
     let flows = living.map(|living| seen_as(living, seen, to, at)).unwrap_or_default();
     let own = living.and_then(|living| living.dump.own_name());
     let likely = of_server(recorded.likely, to);
-    // A live flow that began long before has held its port all the time.
+    // A live flow that began before the time in question has held its port since then.
     let steady = flows.iter().any(|(_, began)| *began + SLACK <= at.from);
     let steady_nodes = likely.iter().filter(|likely| likely.surely).map(|likely| &likely.flow.node);
     let steady_nodes: BTreeSet<&String> = steady_nodes.chain(own.iter().filter(|_| steady)).collect();
@@ -108,7 +108,7 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
     let found = Found {
         pods: pods.len(),
         surely: !steady_nodes.is_empty(),
-        // The port has one flow to each server, and no other flow if the log has no gaps.
+        // A port has at most one flow to each server. If the log has no gaps, it had no other flows either.
         only: complete || exact,
         named: to.is_some(),
         has_log,
@@ -130,22 +130,22 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
     }
 }
 
-/// The flows to a server, and those whose destination is not known.
+/// Returns the flows to a server, and the flows whose destination is unknown.
 fn of_server(likely: Vec<Likely>, to: Option<SocketAddr>) -> Vec<Likely> {
     let meant = to.map(|to| SocketAddr::new(to.ip().to_canonical(), to.port()));
     let is_meant = |likely: &Likely| meant.is_none_or(|to| likely.flow.destination.is_none_or(|flow| flow == to));
     likely.into_iter().filter(is_meant).collect()
 }
 
-/// What was found of pods.
+/// The findings about pods.
 struct Found {
-    /// How many pods may have been it.
+    /// The number of pods that may have had the port.
     pods: usize,
-    /// Whether one of them had the port for all of the time.
+    /// Whether one of them had the port all the time.
     surely: bool,
-    /// Whether no flow of another pod can have had it, too.
+    /// Whether no flow of another pod can also have had the port.
     only: bool,
-    /// Whether the server is named.
+    /// Whether the question names the server.
     named: bool,
     /// Whether flows are recorded.
     has_log: bool,
@@ -172,7 +172,7 @@ impl RecordedRow {
     }
 }
 
-/// Why recorded flows are not complete.
+/// Describes why the recorded flows may be incomplete.
 fn about_log(doubt: &flows::Doubt) -> String {
     match doubt {
         flows::Doubt::Unwatched(None, Some(until)) => format!("the log of flows begins at {}", text(*until)),
@@ -199,7 +199,7 @@ fn about_log(doubt: &flows::Doubt) -> String {
 }
 
 impl NodeRow {
-    /// A node that had the port according to a flow only.
+    /// Returns the row of a node for which only a flow shows that it had the port.
     fn without_lease(node: &str) -> Self {
         Self { node: node.to_owned(), first_port: None, last_port: None, from: None, until: None }
     }
@@ -231,7 +231,7 @@ fn doubt(doubt: &Doubt) -> String {
     }
 }
 
-/// Why the pod is not certain.
+/// Describes why the pod is not certain.
 fn about_pod(found: &Found, own: Option<&str>, nodes: &[NodeRow]) -> Option<String> {
     let elsewhere: Vec<&str> = nodes.iter().map(|row| row.node.as_str()).filter(|node| Some(*node) != own).collect();
     match found.pods {

@@ -1,4 +1,4 @@
-//! A thread for each collector: takes batches of records from a queue and sends them.
+//! One thread for each collector, which takes batches of records from a queue and sends them.
 
 use super::ipfix::Encoder;
 use super::{Collector, Format, Record, Sent, json};
@@ -10,18 +10,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// How many records wait for one collector. Further ones are lost for it.
+/// The maximum number of records that wait for one collector. Further records are lost for this collector.
 pub const MAX_QUEUED: usize = 200_000;
-/// How many records are encoded at once.
+/// The number of records that are encoded together.
 const CHUNK: usize = 1_000;
-/// How long a connection may take to open, or to accept what is sent.
+/// The timeout for opening a connection, and for writing to one.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// How long the agent's exit waits for what is queued. What is not sent by then is lost: with the rest of the exit it has 10 s.
+/// The time for which the agent's exit waits for queued records. Records not sent by then are lost, since the whole exit has 10 s.
 const LAST: Duration = Duration::from_secs(3);
-/// How often templates are sent again: RFC 7011, section 8.4 lets collectors forget those received by UDP, after 30 minutes by default.
+/// The interval of templates: RFC 7011, section 8.4 lets collectors forget templates received by UDP, after 30 minutes by default.
 const TEMPLATES_EVERY: Duration = Duration::from_secs(60);
 
-/// The running exporters; clones share them. They end when the last one is dropped, after sending what waits if collectors take it soon.
+/// The running exporters, shared by clones. Dropping the last clone ends them, after sending queued records if collectors take them soon.
 #[derive(Clone, Debug, Default)]
 pub struct Exporters(Arc<Running>);
 
@@ -50,7 +50,7 @@ impl Exporters {
         Self(Arc::new(Running(collectors.iter().filter_map(|one| Exporter::start(one, node)).collect())))
     }
 
-    /// Whether there are no collectors.
+    /// Returns whether there are no collectors.
     pub fn is_empty(&self) -> bool {
         self.0.0.is_empty()
     }
@@ -66,7 +66,7 @@ impl Exporters {
         }
     }
 
-    /// What became of the records, for each collector.
+    /// Returns the numbers of sent and lost records, for each collector.
     pub fn counts(&self) -> Vec<Arc<Sent>> {
         self.0.0.iter().map(|exporter| Arc::clone(&exporter.counts)).collect()
     }
@@ -99,10 +99,10 @@ impl Exporter {
     }
 }
 
-/// How records reach a collector.
+/// A way to send records to a collector.
 trait Way: Send {
-    /// Sends the first of these records, and returns how many. `lost`: how many were lost between the last ones sent and these. After an
-    /// error it is not known how many arrived, and the next call begins anew.
+    /// Sends the first of these records, and returns their number. `lost` is the number of records lost since the last call that succeeded.
+    /// After an error, it is unknown how many arrived, and the next call starts afresh.
     fn send(&mut self, records: &[Record], lost: u64) -> io::Result<usize>;
 }
 
@@ -142,8 +142,7 @@ impl Delivery {
         }
     }
 
-    /// An unreachable collector gets nothing of what waits: nothing waits for it any longer, least of all the agent's
-    /// exit.
+    /// Drops all queued records for an unreachable collector, so that nothing waits for it any longer, in particular not the agent's exit.
     fn give_up(&mut self, rest: usize, error: &io::Error) {
         if !std::mem::replace(&mut self.is_away, true) {
             tracing::warn!("{} does not accept records, so they are lost: {error}", self.counts.collector);
@@ -186,13 +185,13 @@ impl Way for Ipfix {
             None => connect_udp(&self.address)?,
         };
         let before = self.encoder.sequence;
-        // A collector counts what it missed by the sequence number.
+        // A collector computes the number of lost records from the sequence number.
         self.encoder.sequence = before.wrapping_add(lost as u32);
         let sent = self.send_with(&socket, records);
         if sent.is_ok() {
             self.socket = Some(socket);
         } else {
-            // The next listener there has received no template.
+            // The next listener at this address has received no template.
             (self.encoder.sequence, self.told) = (before, None);
         }
         sent
@@ -224,7 +223,7 @@ impl Way for Json {
     }
 }
 
-/// Whether the other side has not closed. What it sends is ignored.
+/// Returns whether the peer has not closed the connection. Ignores data from the peer.
 fn is_open(stream: &TcpStream) -> bool {
     let mut heard = [0; 256];
     let mut stream = stream;
@@ -236,7 +235,7 @@ fn is_open(stream: &TcpStream) -> bool {
     is_open && stream.set_nonblocking(false).is_ok()
 }
 
-/// Resolves the name each time: collectors move.
+/// Connects to the first address that accepts. Resolves the name each time, since collectors move.
 fn each<T>(address: &str, connect: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     let mut last = io::Error::new(ErrorKind::NotFound, format!("{address} has no address"));
     for address in address.to_socket_addrs()? {

@@ -1,13 +1,13 @@
 //! Records as IPFIX messages (RFC 7011) with the NAT events of RFC 8158. All numbers are in network byte order. Pure.
 //!
-//! Information elements and the values of `natEvent` are those of IANA's registries "IPFIX Information Elements" and "NAT Event Type". For
-//! the translation of IPv6 to IPv6 there are only the two values that RFC 8158 calls historic.
+//! Information elements and the values of `natEvent` are from IANA's registries "IPFIX Information Elements" and "NAT Event Type". For
+//! the translation of IPv6 to IPv6, only the two values that RFC 8158 calls historic exist.
 
 use super::{Change, Fate, Flow, Ports, Record};
 use crate::flowlog::Instant;
 use std::net::{IpAddr, SocketAddr};
 
-/// The size at which packets are not fragmented on any IPv6 path (RFC 8200, section 5), less the IPv6 and UDP headers.
+/// The packet size that is not fragmented on any IPv6 path (RFC 8200, section 5), minus the IPv6 and UDP headers.
 pub(super) const MAX_MESSAGE: usize = 1280 - 40 - 8;
 /// RFC 7011, section 3.1.
 const VERSION: u16 = 10;
@@ -15,7 +15,7 @@ const HEADER: usize = 16;
 const SET_HEADER: usize = 4;
 /// RFC 7011, section 3.3.2.
 const TEMPLATE_SET: u16 = 2;
-/// A field that contains its own length (RFC 7011, section 7): one byte for up to 254.
+/// A field with its own length (RFC 7011, section 7), in one byte for lengths up to 254.
 const VARIABLE: u16 = u16::MAX;
 const MAX_TEXT: usize = 254;
 /// One agent has one translator.
@@ -51,7 +51,7 @@ mod event {
     pub(super) const PORT_BLOCK: [u8; 2] = [16, 17];
 }
 
-/// The templates; a template's number is its index here plus [`FIRST_TEMPLATE`].
+/// Returns the templates. A template's number is its index here plus [`FIRST_TEMPLATE`].
 fn templates() -> [Vec<element::Element>; 6] {
     use element::*;
     let translation = |source, seen, more: &[Element]| {
@@ -71,23 +71,23 @@ fn templates() -> [Vec<element::Element>; 6] {
         ports(SOURCE_V6, POST_NAT_SOURCE_V6),
     ]
 }
-/// RFC 7011, section 3.4.1: smaller numbers are those of sets.
+/// RFC 7011, section 3.4.1: smaller numbers are reserved for other sets.
 const FIRST_TEMPLATE: u16 = 256;
-/// The indices of templates among those of one family; IPv6 has the second half.
+/// The indices of templates within one family. IPv6 has the second half of the templates.
 const SESSION: u16 = 0;
 const BINDING: u16 = 1;
 const PORTS: u16 = 2;
 const FAMILY: u16 = 3;
 
-/// What a collector needs with each message.
+/// The state that continues from message to message.
 #[derive(Debug, Default)]
 pub(super) struct Encoder {
-    /// How many records there were before, from which a collector sees what it has missed.
+    /// The number of records before the next message, from which a collector detects losses.
     pub(super) sequence: u32,
 }
 
 impl Encoder {
-    /// A message with all templates, at a time in seconds since 1970.
+    /// Encodes a message with all templates, at a time in seconds since 1970.
     pub(super) fn templates(&self, seconds: u32) -> Vec<u8> {
         let mut set = Vec::new();
         for (template, number) in templates().iter().zip(FIRST_TEMPLATE..) {
@@ -101,7 +101,7 @@ impl Encoder {
         self.message(seconds, &[(TEMPLATE_SET, set)])
     }
 
-    /// The message with as many of the first records as fit, and how many these are: at least one.
+    /// Encodes a message with as many of the first records as fit. Returns it with their number, which is at least one.
     pub(super) fn records(&mut self, records: &[Record], node: &str, seconds: u32) -> (Vec<u8>, usize) {
         let mut sets: Vec<(u16, Vec<u8>)> = Vec::new();
         let (mut length, mut count) = (HEADER, 0);
@@ -140,7 +140,7 @@ impl Encoder {
     }
 }
 
-/// A record's template and its bytes.
+/// Returns a record's template and its bytes.
 fn encode(record: &Record, node: &str) -> (u16, Vec<u8>) {
     match record {
         Record::Flow(flow) => of_flow(flow),
@@ -188,7 +188,7 @@ fn of_ports(ports: &Ports, node: &str) -> (u16, Vec<u8>) {
     (FIRST_TEMPLATE + PORTS + family, bytes)
 }
 
-/// Milliseconds since 1970.
+/// Appends a time in milliseconds since 1970.
 fn push_time(bytes: &mut Vec<u8>, at: Instant) {
     bytes.extend((at / 1000).to_be_bytes());
 }
@@ -200,7 +200,7 @@ fn push_address(bytes: &mut Vec<u8>, address: IpAddr) {
     }
 }
 
-/// Text after its length, truncated if too long.
+/// Appends a text after its length, truncated if too long.
 fn push_text(bytes: &mut Vec<u8>, text: &str) {
     let text = &text[..text.floor_char_boundary(MAX_TEXT)];
     bytes.push(text.len() as u8);

@@ -41,7 +41,7 @@ struct Line<'a> {
     lost: Option<u64>,
 }
 
-/// Microseconds since 1970 in the format of RFC 3339, in UTC.
+/// Formats microseconds since 1970 according to RFC 3339, in UTC.
 fn time(at: Instant) -> String {
     Timestamp::from_microsecond(at).map_or_else(|_| at.to_string(), |time| format!("{time:.6}"))
 }
@@ -98,7 +98,7 @@ impl<'a> Line<'a> {
     }
 }
 
-/// Lines to send; the first one tells how many are missing before it.
+/// Encodes lines to send. If records were lost before them, the first line has their number.
 pub(super) fn encode(records: &[Record], node: &str, lost: u64, now: Instant) -> Vec<u8> {
     let first = Line { time: time(now), event: "lost", node, lost: Some(lost), ..Line::default() };
     let lines = (lost > 0).then_some(first).into_iter().chain(records.iter().map(|record| Line::of(record, node)));

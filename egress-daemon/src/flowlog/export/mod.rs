@@ -1,9 +1,9 @@
-//! Exports what is logged (`flowLog.export`): to collectors as it is logged, as IPFIX by UDP or as lines of JSON by TCP, and to object
-//! stores once a segment is finished.
+//! Exports the logs (`flowLog.export`): record by record to collectors, as IPFIX by UDP or as lines of JSON by TCP, and segment by
+//! segment to object stores.
 //!
-//! Each collector has a thread and a queue of its own ([`MAX_QUEUED`]). One that is unreachable or too slow only loses its records, which
-//! are counted. For an object store, segments wait where they are. `record` is what is sent, `ipfix` and `json` how it is encoded,
-//! `deliver` the thread, `upload` the task that copies segments.
+//! Each collector has its own thread and queue ([`MAX_QUEUED`]). A collector that is unreachable or too slow loses only its own records,
+//! which are counted. Segments for an object store wait in the log's directory. `record` has the events, `ipfix` and `json` their
+//! encodings, `deliver` the thread, and `upload` the task that copies segments.
 
 mod deliver;
 mod ipfix;
@@ -23,20 +23,20 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::AtomicU64;
 
-/// How many collectors may be named: each has a thread and a queue.
+/// The maximum number of collectors, since each has a thread and a queue.
 pub const MAX_COLLECTORS: usize = 8;
 
 /// A collector, as in `flowLog.export`: `ipfix://HOST:PORT`, `json://HOST:PORT` or `s3://BUCKET/PREFIX`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Collector {
-    /// How records are encoded.
+    /// The encoding and the protocol.
     pub format: Format,
     /// A host name or an address, and a port: `collector.example:4739`, `[2001:db8::7]:4739`. For [`Format::S3`] a bucket and a prefix in
     /// it: `logs/egress`.
     pub address: String,
 }
 
-/// How records are encoded and sent.
+/// The encoding of records, and the protocol that carries them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// IPFIX messages (RFC 7011) with the NAT events of RFC 8158, in UDP datagrams.
@@ -47,15 +47,14 @@ pub enum Format {
     S3,
 }
 
-/// What became of the records for one collector, or segments for [`Format::S3`], for metrics.
+/// The numbers of sent and lost records for one collector, or of segments for [`Format::S3`], for metrics.
 #[derive(Debug)]
 pub struct Sent {
     /// The collector, as in the configuration.
     pub collector: String,
-    /// Those that were sent. With UDP their arrival is not confirmed.
+    /// The number sent. With UDP, their arrival is not confirmed.
     pub sent: AtomicU64,
-    /// Those that were not: the collector was unreachable or too slow, or a segment was removed before the store
-    /// accepted it.
+    /// The number lost: the collector was unreachable or too slow, or a segment was removed before the store accepted it.
     pub lost: AtomicU64,
 }
 
@@ -85,12 +84,12 @@ impl FromStr for Collector {
     }
 }
 
-/// The two parts of the address of [`Format::S3`].
+/// Splits the address of [`Format::S3`] into bucket and prefix.
 fn bucket_and_prefix(address: &str) -> (&str, &str) {
     address.split_once('/').unwrap_or((address, ""))
 }
 
-/// S3's rules for names of buckets, and characters that need no quotes in keys.
+/// Checks S3's rules for bucket names, and that the prefix has only characters that need no quoting in keys.
 fn check_bucket(address: &str) -> Result<(), String> {
     let (bucket, prefix) = bucket_and_prefix(address);
     let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || ".-".contains(c);

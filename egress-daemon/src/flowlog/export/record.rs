@@ -1,4 +1,4 @@
-//! What is sent to collectors.
+//! The events for collectors.
 
 use crate::flowlog::Instant;
 use egress_core::leaselog::{LeaseEvent, PortLease};
@@ -14,24 +14,24 @@ pub enum Record {
     Ports(Ports),
 }
 
-/// A flow with everything that is known of it.
+/// A flow with all known information.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flow {
-    /// What became of it.
+    /// The event in its life.
     pub fate: Fate,
     /// The egress IP.
     pub egress_ip: IpAddr,
-    /// The translated port, or identifier of an ICMP query.
+    /// The translated port, or the identifier of an ICMP query.
     pub port: u16,
     /// IP protocol number.
     pub protocol: u8,
     /// Distinguishes it from another flow that began at the same time.
     pub ticket: u32,
-    /// When it began.
+    /// The time of its start.
     pub began: Instant,
     /// `namespace/name` of the pod, or its address if its name is no longer known.
     pub pod: Arc<str>,
-    /// The policy, if it is known.
+    /// The policy, if known.
     pub policy: Option<Arc<str>>,
     /// The pod's address, and the port or identifier that it uses.
     pub source: SocketAddr,
@@ -39,19 +39,19 @@ pub struct Flow {
     pub destination: Option<SocketAddr>,
 }
 
-/// What became of a flow.
+/// An event in the life of a flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     /// It began.
     Began,
     /// It was removed; its last packet came at this time.
     Ended(Instant),
-    /// It was removed, and the host's firewall has let no packet of it pass: the outside has not seen it.
+    /// It was removed without a packet that passed the host's firewall, so the outside has not seen it.
     Refused(Instant),
 }
 
 impl Flow {
-    /// When the event happened.
+    /// Returns the time of the event.
     pub fn at(&self) -> Instant {
         match self.fate {
             Fate::Began => self.began,
@@ -60,12 +60,12 @@ impl Flow {
     }
 }
 
-/// Consecutive ports of an egress IP and what became of them.
+/// Consecutive ports of an egress IP, and the change to them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ports {
-    /// When.
+    /// The time of the change.
     pub at: Instant,
-    /// What.
+    /// The kind of change.
     pub change: Change,
     /// The ports, and the node that has or had them.
     pub lease: PortLease,
@@ -73,7 +73,7 @@ pub struct Ports {
     pub holder: Option<IpAddr>,
 }
 
-/// What became of ports.
+/// A change to the lease of ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// The node had them when its agent started.
@@ -85,7 +85,7 @@ pub enum Change {
 }
 
 impl Ports {
-    /// The record of an event, if it is about ports; `addresses` are those of the node.
+    /// Makes the record of an event, if the event is about ports. `addresses` are the node's addresses.
     pub fn of(at: Instant, event: LeaseEvent, addresses: &[IpAddr]) -> Option<Self> {
         let (change, lease) = match event {
             LeaseEvent::Held(lease) => (Change::Held, lease),

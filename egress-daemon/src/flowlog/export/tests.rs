@@ -1,4 +1,4 @@
-//! What collectors get, and what becomes of records that they do not accept.
+//! Tests of the records that collectors receive, and of records that they do not accept.
 
 use super::ipfix::{Encoder, MAX_MESSAGE};
 use super::*;
@@ -231,7 +231,7 @@ fn what_a_collector_of_lines_misses_is_counted_and_it_is_told_when_it_is_back() 
     assert_eq!(first["egress_port"], 3, "{first}");
     drop(lines);
 
-    // It closes: the next records arrive in another connection, not in the closed one.
+    // The collector closes the connection, so the next records arrive in another one.
     exporters.send(vec![flow4(4, Fate::Began)]);
     let mut lines = BufReader::new(listener.accept().unwrap().0).lines();
     let line: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
@@ -243,7 +243,7 @@ fn what_a_collector_of_lines_misses_is_counted_and_it_is_told_when_it_is_back() 
 
 #[test]
 fn a_collector_that_takes_nothing_costs_no_more_than_its_queue() {
-    // Nothing accepts: what is sent fills the socket's buffers, and then the queue.
+    // The listener accepts nothing, so records fill the socket's buffers, and then the queue.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (exporters, counts) = start(Format::Json, listener.local_addr().unwrap());
     let batch: Vec<Record> = (0..50_000).map(|port| flow4(port, Fate::Began)).collect();
@@ -252,10 +252,10 @@ fn a_collector_that_takes_nothing_costs_no_more_than_its_queue() {
         exporters.send(batch.clone());
     }
     assert!(counts.lost.load(Ordering::Relaxed) > 0, "the queue is unbounded");
-    // The sender has not waited for it, and the end waits for no more than one attempt.
+    // The sender has not waited for the collector, and the drop waits for at most one attempt.
     drop(exporters);
     assert!(began.elapsed() < Duration::from_secs(20));
-    // The end did not wait for the last of them.
+    // The drop did not wait for the last records.
     let known = || counts.sent.load(Ordering::Relaxed) + counts.lost.load(Ordering::Relaxed);
     wait("all records are counted", || known() == 500_000);
 }
@@ -264,7 +264,7 @@ fn a_collector_that_takes_nothing_costs_no_more_than_its_queue() {
 fn a_collector_that_takes_records_slowly_does_not_hold_the_end() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    // It takes a little whenever a writer would give up soon.
+    // The collector reads a little each time before the writer would give up.
     let (ended, end) = std::sync::mpsc::channel::<()>();
     let collector = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();

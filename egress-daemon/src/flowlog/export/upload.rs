@@ -1,5 +1,5 @@
-//! Copies finished segments to a bucket of an object store. They wait on the node, within the log's own limits, while the store is
-//! unreachable.
+//! Copies finished segments to a bucket of an object store. While the store is unreachable, they wait on the node, within the log's
+//! limits.
 
 use super::{Collector, Format, Sent, bucket_and_prefix};
 use crate::flowlog::files::{SEGMENT, of_kind};
@@ -15,15 +15,15 @@ use std::time::Duration;
 use tokio::task::{JoinHandle, spawn_blocking};
 use webpki_root_certs::TLS_SERVER_ROOT_CERTS;
 
-/// How often new segments are looked for.
+/// The interval between scans for new segments.
 const EVERY: Duration = Duration::from_secs(10);
-/// How long one upload may take, and how often it is tried before the next scan.
+/// The timeout of an upload, and the number of its retries before the next scan.
 const PATIENCE: Duration = Duration::from_secs(30);
 const RETRIES: usize = 2;
 /// The CA certificate (PEM) of a private store, besides Mozilla's and the system's.
 const CA: &str = "SPILLWAY_EXPORT_CA";
 
-/// The running uploads. They end when this is dropped; what is missing is sent after the next start.
+/// The running uploads, which end when this value is dropped. Missing segments are sent after the next start.
 #[derive(Debug, Default)]
 pub struct Uploads {
     tasks: Vec<JoinHandle<()>>,
@@ -31,8 +31,8 @@ pub struct Uploads {
 }
 
 impl Uploads {
-    /// Starts one task for each bucket among the collectors. `directory` has a log in each of its folders. Credentials, endpoint and
-    /// region come from the environment (`AWS_ACCESS_KEY_ID` and so on). An error if they are invalid.
+    /// Starts one task for each bucket among the collectors. Each folder of `directory` holds a log. Credentials, endpoint and region come
+    /// from the environment (`AWS_ACCESS_KEY_ID` and so on). Fails if they are invalid.
     pub fn start(collectors: &[Collector], directory: &Path, node: &str) -> Result<Self, object_store::Error> {
         let mut uploads = Self::default();
         for collector in collectors.iter().filter(|collector| collector.format == Format::S3) {
@@ -45,7 +45,7 @@ impl Uploads {
         Ok(uploads)
     }
 
-    /// What became of the segments, for each bucket.
+    /// Returns the numbers of sent and lost segments, for each bucket.
     pub fn counts(&self) -> Vec<Arc<Sent>> {
         self.counts.clone()
     }
@@ -60,11 +60,11 @@ impl Drop for Uploads {
 }
 
 fn s3(bucket: &str) -> Result<impl ObjectStore, object_store::Error> {
-    // Only the first install in a process counts, and all are the same.
+    // Only the first installation in a process takes effect, and all install the same provider.
     rustls::crypto::ring::default_provider().install_default().ok();
     let retry = RetryConfig { max_retries: RETRIES, retry_timeout: PATIENCE, ..RetryConfig::default() };
     let mut options = ClientOptions::new().with_timeout(PATIENCE);
-    // The image has no certificates of its own.
+    // The image contains no certificates.
     for root in TLS_SERVER_ROOT_CERTS {
         options = options.with_root_certificate(Certificate::from_der(root)?);
     }
@@ -81,9 +81,9 @@ pub(super) struct Upload {
     store: Arc<dyn ObjectStore>,
     prefix: Key,
     directory: PathBuf,
-    /// The name of the file in each log that has the name of the last segment that the bucket has.
+    /// The name of the file in each log that holds the name of the last uploaded segment.
     mark: String,
-    /// What waited at the last scan.
+    /// The segments that still wait after the last scan.
     waiting: BTreeSet<PathBuf>,
     is_away: bool,
     pub(super) counts: Arc<Sent>,
@@ -103,7 +103,7 @@ impl Upload {
         }
     }
 
-    /// Sends what is missing, the oldest first.
+    /// Sends the missing segments, the oldest first.
     pub(super) async fn look(&mut self) {
         let result = self.send_all().await;
         match result {
@@ -121,7 +121,7 @@ impl Upload {
     async fn send_all(&mut self) -> io::Result<()> {
         let (directory, mark) = (self.directory.clone(), self.mark.clone());
         let waiting = spawn_blocking(move || waiting(&directory, &mark)).await.map_err(io::Error::other)??;
-        // Those that disappeared meanwhile were too old, or there were too many.
+        // Segments that disappeared meanwhile exceeded the limits on age or size.
         let gone = self.waiting.difference(&waiting).count();
         self.counts.lost.fetch_add(gone as u64, Ordering::Relaxed);
         self.waiting = waiting.clone();
@@ -144,7 +144,7 @@ impl Upload {
         let (Some(log), Some(segment)) = (name(path.parent()), name(Some(path))) else { return Ok(()) };
         let key = self.prefix.clone().join(log).join(segment.as_str());
         self.store.put(&key, content.into()).await?;
-        // After a crash before the mark is written, it is sent once more, under the same name.
+        // After a crash before the mark is written, the segment is sent again under the same name.
         let (mark, part) = (path.with_file_name(&self.mark), path.with_file_name(format!("{}.part", self.mark)));
         tokio::fs::write(&part, segment).await?;
         tokio::fs::rename(part, mark).await?;
@@ -153,7 +153,7 @@ impl Upload {
     }
 }
 
-/// The segments of all logs after each log's mark.
+/// Returns the segments of all logs after each log's mark.
 fn waiting(directory: &Path, mark: &str) -> io::Result<BTreeSet<PathBuf>> {
     let mut waiting = BTreeSet::new();
     // Nothing has been written yet.

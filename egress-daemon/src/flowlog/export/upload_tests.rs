@@ -1,4 +1,4 @@
-//! Which segments a bucket gets, and what becomes of those that it does not accept.
+//! Tests of the segments that a bucket receives, and of segments that it does not accept.
 
 use super::upload::Upload;
 use super::*;
@@ -43,7 +43,7 @@ async fn each_segment_is_sent_once_also_after_a_restart_and_those_that_vanish_ar
     assert_eq!(keys(bucket.path()).await, all);
     assert_eq!(first.counts.sent.load(Ordering::Relaxed), 4);
 
-    // What was sent is not sent again; new segments are.
+    // Only new segments are sent, not those that were sent before.
     let store = LocalFileSystem::new_with_prefix(bucket.path()).unwrap();
     store.delete(&Key::from("egress/w1/flows/1.parquet")).await.unwrap();
     fs::write(file("flows/3.parquet"), "3").unwrap();

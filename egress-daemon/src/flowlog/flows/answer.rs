@@ -1,34 +1,34 @@
-//! What follows from recorded flows: who had a port at a time, how certain that is, and why not more so. Pure.
+//! The answer from recorded flows: the users of a port at a time, their certainty, and the reasons for doubt. Pure.
 
 use super::{Found, Recorded, Span, TICK};
 use crate::flowlog::Instant;
 use egress_core::leaselog::LeaseQuestion;
 use std::collections::HashMap;
 
-/// A flow that may have had the port at that time.
+/// A flow that may have had the port at the time in question.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Likely {
-    /// The flow. The end of one that was open when its node went down is the time of the last entry before.
+    /// The flow. If it was open when its node went down, its end is the time of the last entry before that.
     pub flow: Recorded,
-    /// Whether it had the port for all of that time, whatever the error of clocks.
+    /// Whether it had the port all that time, within any tolerated clock difference.
     pub surely: bool,
 }
 
-/// Why flows are not complete.
+/// A reason why the recorded flows may be incomplete.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Doubt {
-    /// Nobody recorded flows from the first time to the second; `None`: the log does not reach that far.
+    /// Flows were not recorded from the first time to the second. `None` means that the log does not extend that far.
     Unwatched(Option<Instant>, Option<Instant>),
-    /// This many beginnings and ends between two times are missing, and a flow of that time may be among them.
+    /// This many starts and ends of flows between two times are missing, and may include a flow of the time in question.
     Lost(Instant, Instant, u64),
-    /// A flow that began before this time, when the log begins, may be missing: some were open then, and nothing shows that all of them
-    /// have ended since.
+    /// A flow that began before this time, the start of the log, may be missing: some flows were open then, and nothing shows that all of
+    /// them have ended since.
     Older(Instant),
     /// A file cannot be read, for this reason.
     Unread(String),
 }
 
-/// The flows that may have had the port, and why there may be others. `living`: live flows are also known.
+/// Returns the flows that may have had the port, and the reasons why there may be others. `living`: live flows are also known.
 pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
     let doubts = doubts(&found, question, living);
     let LeaseQuestion { from, until, slack, .. } = question;
@@ -44,7 +44,7 @@ pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likel
     (likely, doubts)
 }
 
-/// Each flow once. The file in which a flow began lists it as open, and the one in which it ended lists it again.
+/// Merges the rows of each flow. The file in which a flow began lists it as open, and the file in which it ended lists it again.
 fn settle(found: Found) -> Vec<Recorded> {
     let Found { spans, mut flows, .. } = found;
     let key = |flow: &Recorded| Some((flow.ticket?, flow.protocol));
@@ -56,13 +56,13 @@ fn settle(found: Found) -> Vec<Recorded> {
         if flow.ended.is_none() {
             let end = key(&flow).and_then(|key| flows.get_mut(*ends.get(&key)?));
             if let Some((_, end)) = end.filter(|(later, _)| *later > number) {
-                // What was recorded first counts: by the end, the pod's name may be gone, the policy's number reused, the clock set.
+                // The first row counts: by the end, the pod's name may be gone, the policy's number reused, or the clock set.
                 let was_open = spans.get(number).map(|span| span.until);
                 let ended = end.ended.filter(|ended| flow.began <= *ended).or(was_open);
                 *end = Recorded { ended, refused: end.refused, ..flow };
                 continue;
             }
-            // No flow survives the loss of all of a node's maps.
+            // No flow survives the loss of the node's maps.
             let next = (number + 1..spans.len()).find(|next| spans.get(*next).is_some_and(|span| span.started));
             let last = next.and_then(|next| spans.get(next - 1));
             flow.ended = last.map(|last| last.until);
@@ -76,7 +76,7 @@ fn doubts(found: &Found, question: LeaseQuestion, living: bool) -> Vec<Doubt> {
     let Found { spans, unread, .. } = found;
     let LeaseQuestion { from, until, slack, .. } = question;
     let mut doubts = Vec::new();
-    // Gaps: before the first file, before each that does not continue the one before, and after the last.
+    // Gaps: before the first file, before each file that does not continue its predecessor, and after the last file.
     let mut last = None;
     for span in spans {
         if last.is_none() || span.started {
@@ -91,7 +91,7 @@ fn doubts(found: &Found, question: LeaseQuestion, living: bool) -> Vec<Doubt> {
         doubts.push(Doubt::Unwatched(last, None));
     }
     doubts.extend(older(spans, until).filter(|_| !living).map(Doubt::Older));
-    // A flow is not known if its beginning is missing, and its end is missing or yet to come.
+    // A flow is unknown if its start is missing, and its end is missing or has yet to come.
     let lost = || spans.iter().flat_map(|span| &span.lost);
     let beginning = lost().rfind(|(since, _, _)| *since <= until + slack);
     let end = lost().find(|(_, at, _)| from - slack <= *at);
@@ -100,10 +100,10 @@ fn doubts(found: &Found, question: LeaseQuestion, living: bool) -> Vec<Doubt> {
     }
     for (number, why) in unread {
         let Some(span) = spans.get(*number) else { continue };
-        // It covers the time until the next one begins.
+        // A file covers the time until the next file begins.
         let end = spans.get(number + 1).map_or(Instant::MAX, |next| next.from);
         let covers = span.from <= until + slack && from - slack < end;
-        // It also has flows that were open when the next one began.
+        // A file also has flows that were open when the next file began.
         if covers || doubts.contains(&Doubt::Older(end)) {
             doubts.push(Doubt::Unread(why.clone()));
         }
@@ -111,7 +111,7 @@ fn doubts(found: &Found, question: LeaseQuestion, living: bool) -> Vec<Doubt> {
     doubts
 }
 
-/// When the recording that includes a time began, if flows from before may still be open at its end.
+/// Returns the start of the recording that includes `time`, if flows from before the start may still be open at its end.
 fn older(spans: &[Span], time: Instant) -> Option<Instant> {
     let starts = |index: &usize| spans.get(*index).is_some_and(|span| span.started);
     let last = spans.iter().rposition(|span| span.from <= time)?;

@@ -1,4 +1,4 @@
-//! The thread that reads once a second what the programs report of flows, and logs it.
+//! The thread that reads the programs' reports of flows once a second, and logs them.
 
 use super::interpret::{Event, Interpreter, Lookup, Numbered};
 use super::{Line, MAX_BYTES, line};
@@ -30,16 +30,16 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-/// How often flows are read and written, which is also what a crash loses.
+/// The interval at which flows are read and written, and so the time span that a crash loses.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// After how much silence a log records that nothing happened, in microseconds.
+/// The silence after which a log records that nothing happened, in microseconds.
 const ALIVE: Instant = 10_000_000;
-/// The greatest length of a journal: its flows are sorted in memory.
+/// The maximum length of a journal, since its flows are sorted in memory.
 const LONGEST: Longest = Longest { records: 300_000, age: 3_600_000_000 };
-/// How many beginnings and ends are taken at once: as many of the shortest as the buffer holds.
+/// The maximum number of events that are taken at a time: as many of the shortest as the buffer holds.
 const BATCH: usize = 150_000;
 
-/// What is logged, and how.
+/// The settings of the flow log.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// `flowLog`.
@@ -50,20 +50,20 @@ pub struct Settings {
     pub node: String,
     /// The agent's pins.
     pub pins: Pins,
-    /// Whether the programs have reported all flows since an earlier agent read.
+    /// Whether the programs have reported all flows since an earlier agent read the reports.
     pub kept: bool,
-    /// Where records are exported to.
+    /// The exporters of records.
     pub exporters: Exporters,
 }
 
-/// A running flow log. It ends when this is dropped.
+/// A running flow log, which ends when this value is dropped.
 #[derive(Debug)]
 pub struct Follower {
     _worker: Option<Worker<()>>,
 }
 
 impl Follower {
-    /// Starts the thread. If the log is switched off, it only removes what is too old.
+    /// Starts the thread. If the log is switched off, the thread only removes old files.
     pub fn start(settings: Settings, counts: Arc<Counts>) -> Result<Self, MapsError> {
         let worker = match settings.config.mode {
             Mode::Flows => {
@@ -86,15 +86,15 @@ fn keeper(settings: &Settings) -> Keeper<Line> {
     Keeper::new(Limits { directory, retention, bytes: MAX_BYTES }, "flows", LONGEST)
 }
 
-/// Where beginnings and ends come from.
+/// The source of the starts and ends of flows.
 pub(super) trait Source: Lookup {
-    /// Some of what was reported since the last time.
+    /// Takes up to `most` of the events that were reported since the last call.
     fn take(&mut self, most: usize) -> Vec<Event>;
-    /// How many could not be reported since the maps were made; absent if that cannot be read now.
+    /// Returns the number of events that could not be reported since the maps were created; `None` if it cannot be read now.
     fn lost(&self) -> Option<u64>;
-    /// Everything that has a number.
+    /// Returns all objects that have a number.
     fn numbered(&self) -> Numbered;
-    /// The tick in which the oldest open flow began; absent if none is open.
+    /// Returns the tick in which the oldest open flow began; `None` if no flow is open.
     fn oldest(&self) -> Option<u32>;
 }
 
@@ -151,7 +151,7 @@ impl Source for Kernel {
     }
 
     fn oldest(&self) -> Option<u32> {
-        // What cannot be read may be of any age.
+        // A flow that cannot be read may be of any age.
         let began = |flow: Result<Flow, MapsError>| flow.map_or(0, |flow| flow.created);
         let v4 = self.maps.v4.flows.iter().map(|entry| began(entry.map(|(_, flow)| flow)));
         let v6 = self.maps.v6.flows.iter().map(|entry| began(entry.map(|(_, flow)| flow)));
@@ -167,11 +167,11 @@ pub(super) struct Watch<S> {
     counts: Arc<Counts>,
     interpreter: Interpreter,
     exporters: Exporters,
-    /// The lines that the journal has to begin with, until they are written.
+    /// The first lines of the journal, until they are written.
     header: Vec<Line>,
-    /// Beginnings and ends that were not written since the last that were.
+    /// The number of events that could not be written since the last successful write.
     lost: u64,
-    /// How many the programs had lost when that was last recorded.
+    /// The number of events that the programs had lost, as last recorded.
     told: u64,
     last: Instant,
 }
@@ -196,7 +196,7 @@ impl<S: Source> Watch<S> {
         self.stop(now());
     }
 
-    /// Writes what happened until now.
+    /// Writes the events up to now.
     pub(super) fn look(&mut self, now: Instant, monotonic_ns: u64) {
         self.interpreter.set_clock(now, monotonic_ns);
         // A clock that was set back does not reorder the log.
@@ -235,7 +235,7 @@ impl<S: Source> Watch<S> {
         if self.keeper.rotate(at) {
             self.header = self.first(Line::Continued(at, self.node.clone()));
             self.interpreter.forget_numbers();
-            // At once: the journal has to say how the log ends, before the one that said it becomes a segment.
+            // Immediately: the journal must have the end of the log before the journal that had it becomes a segment.
             self.append(vec![Line::Alive(at, total)]);
         }
     }
@@ -252,7 +252,7 @@ impl<S: Source> Watch<S> {
         }
     }
 
-    /// Begins the log. Returns whether that was possible.
+    /// Begins the log. Returns whether it did.
     fn begin(&mut self, at: Instant) -> bool {
         if !self.keeper.open(at) {
             return false;
@@ -272,7 +272,7 @@ impl<S: Source> Watch<S> {
         true
     }
 
-    /// The lines that a journal begins with, after this one.
+    /// Returns the first lines of a journal: `line`, and the start of the oldest open flow.
     fn first(&self, line: Line) -> Vec<Line> {
         let oldest = self.source.oldest().map(|tick| Line::Oldest(self.interpreter.time(tick)));
         std::iter::once(line).chain(oldest).collect()
@@ -290,16 +290,16 @@ impl<S: Source> Watch<S> {
     }
 }
 
-/// How an earlier log ends.
+/// The end of an earlier log.
 struct Left {
     until: Instant,
-    /// How many the programs had lost by then.
+    /// The number of events that the programs had lost by then.
     lost: u64,
-    /// Whether it was ended cleanly.
+    /// Whether it ended cleanly.
     stopped: bool,
 }
 
-/// The end of the last journal of an earlier agent that says anything; `None` if there is none.
+/// Returns the end of the log according to the last journal of an earlier agent that shows it; `None` if no journal does.
 fn last_words(directory: &Path) -> Option<Left> {
     of_kind(directory, JOURNAL).ok()?.iter().rev().find_map(|journal| words(&fs::read(journal).ok()?))
 }

@@ -1,4 +1,4 @@
-//! Translates what the programs report to what is written: addresses, names and times. Pure: its lookups are passed in.
+//! Translates the programs' reports to addresses, names and times for the log. Pure: lookups are passed in.
 
 use super::{Entry, Line};
 use crate::flowlog::{
@@ -16,20 +16,20 @@ use std::mem::size_of;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-/// How many names of pods are kept.
+/// The maximum number of pod names that are kept, and of egress IPs.
 const MAX_KEPT: usize = 65_536;
-/// How much the clock may be adjusted before times follow: constant differences make small files.
+/// The clock adjustment, in microseconds, that recorded times ignore: constant differences make small files.
 const STEADY: Instant = 100_000;
 
-/// What is looked up while events are read.
+/// Lookups that are needed while events are read.
 pub(super) trait Lookup {
-    /// The egress IP with this index and generation.
+    /// Returns the egress IP with this index and generation.
     fn egress_ip(&self, index: u32, generation: u32) -> Option<IpAddr>;
-    /// A name that is kept for tools.
+    /// Returns a name that the maps keep for tools.
     fn name(&self, kind: u32, id: u32) -> Option<String>;
 }
 
-/// What has a number now, which flows that began earlier use.
+/// The objects that have a number now, to which flows that began earlier refer.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Numbered {
     /// Egress IPs by index and generation.
@@ -38,7 +38,7 @@ pub(super) struct Numbered {
     pub(super) pods: Vec<(u32, String)>,
 }
 
-/// A beginning or an end, without regard to its address family.
+/// The start or the end of a flow of either address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Event {
     pod: IpAddr,
@@ -50,7 +50,7 @@ impl Event {
     /// Reads an event from the buffer.
     pub(super) fn read(bytes: &[u8]) -> Option<Self> {
         if bytes.len() == size_of::<FlowEvent<V4>>() {
-            // SAFETY: there are enough bytes, and any are an event.
+            // SAFETY: the length is that of an event, and any bytes are a valid event.
             let e = unsafe { bytes.as_ptr().cast::<FlowEvent<V4>>().read_unaligned() };
             Some(Self::of(e, net::from_v4(e.key.src).into(), net::from_v4(e.key.dst).into()))
         } else if bytes.len() == size_of::<FlowEvent<V6>>() {
@@ -87,7 +87,7 @@ impl Event {
     }
 }
 
-/// What is known from one second to the next.
+/// The state that is kept from one second to the next.
 #[derive(Debug, Default)]
 pub(super) struct Interpreter {
     destinations: bool,
@@ -97,7 +97,7 @@ pub(super) struct Interpreter {
     pods: HashMap<u32, Arc<str>>,
     /// The numbers of names in this journal.
     numbers: HashMap<Arc<str>, u32>,
-    /// The last number; none is given twice.
+    /// The last number given; no number is given twice.
     number: u32,
 }
 
@@ -106,18 +106,18 @@ impl Interpreter {
         Self { destinations, ..Self::default() }
     }
 
-    /// Records the numbers of flows that began earlier.
+    /// Records the numbered objects of flows that began earlier.
     pub(super) fn know(&mut self, numbered: Numbered) {
         self.egress_ips.extend(numbered.egress_ips);
         self.pods.extend(numbered.pods.into_iter().map(|(id, name)| (id, short(&name))));
     }
 
-    /// Forgets the numbers of all names: their lines are in another journal, or were not written.
+    /// Forgets the numbers of all names, since their lines are in another journal or were not written.
     pub(super) fn forget_numbers(&mut self) {
         self.numbers.clear();
     }
 
-    /// Records the clocks at the same moment: the node's, and the programs' in ns.
+    /// Records the node's clock, and the programs' clock in ns, at the same moment.
     pub(super) fn set_clock(&mut self, now: Instant, monotonic_ns: u64) {
         let offset = now - (monotonic_ns / 1000) as Instant;
         if (offset - self.offset).abs() > STEADY {
@@ -125,10 +125,10 @@ impl Interpreter {
         }
     }
 
-    /// The flows of events, and how many events have none because their egress IP is no longer known.
+    /// Returns the flows of events, and the number of events without a flow, because their egress IP is no longer known.
     pub(super) fn flows(&mut self, events: &[Event], lookup: &impl Lookup) -> (Vec<Flow>, u64) {
         let (mut flows, mut lost) = (Vec::with_capacity(events.len()), 0);
-        // Not kept: numbers of policies are reused.
+        // Not kept between calls, since numbers of policies are reused.
         let mut policies: HashMap<u32, Option<Arc<str>>> = HashMap::new();
         for event in events {
             let e = &event.event;
@@ -158,7 +158,7 @@ impl Interpreter {
         (flows, lost)
     }
 
-    /// The lines of a journal.
+    /// Returns the journal's lines for flows.
     pub(super) fn lines(&mut self, flows: &[Flow]) -> Vec<Line> {
         let mut lines = Vec::with_capacity(flows.len());
         for flow in flows {
@@ -181,7 +181,7 @@ impl Interpreter {
         lines
     }
 
-    /// When a tick began.
+    /// Returns the start of a tick.
     pub(super) fn time(&self, tick: u32) -> Instant {
         self.offset + ((u64::from(tick) << TICK_SHIFT) / 1000) as Instant
     }
@@ -203,7 +203,7 @@ impl Interpreter {
         if let Some(name) = self.pods.get(&id) {
             return Arc::clone(name);
         }
-        // Numbers of pods are derived from names and uids: none is reused for another pod.
+        // Numbers of pods are derived from names and uids, so no number is reused for another pod.
         let Some(name) = lookup.name(name_kind::ENDPOINT, id).map(|name| short(&name)) else {
             return event.pod.to_string().into();
         };
@@ -226,7 +226,7 @@ impl Interpreter {
     }
 }
 
-/// The name of a pod without its uid.
+/// Removes the uid from the name of a pod.
 fn short(name: &str) -> Arc<str> {
     name.splitn(3, '/').take(2).collect::<Vec<_>>().join("/").into()
 }

@@ -6,7 +6,7 @@ use crate::flowlog::{Instant, files};
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
-/// The beginning of a flow, or what its end repeats of it.
+/// The data of a flow's start, which its end repeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Packed", into = "Packed")]
 pub struct Entry {
@@ -18,11 +18,11 @@ pub struct Entry {
     pub protocol: u8,
     /// Distinguishes it from another flow that began at the same time.
     pub ticket: u32,
-    /// When it began.
+    /// The time of its start.
     pub began: Instant,
     /// The [`Line::Name`] of its pod.
     pub pod: u32,
-    /// The [`Line::Name`] of its policy; 0 if that is not known.
+    /// The [`Line::Name`] of its policy; 0 if unknown.
     pub policy: u32,
     /// The remote address and port.
     pub destination: Option<SocketAddr>,
@@ -46,17 +46,17 @@ impl From<Entry> for Packed {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Line {
-    /// The journal of this node begins, and nobody has recorded flows before.
+    /// The journal of this node begins, and flows before it were not recorded.
     Started(Instant, String),
-    /// The journal of this node begins, and nothing was missed before it.
+    /// The journal of this node begins, and no event before it was missed.
     Continued(Instant, String),
-    /// When the oldest flow began that was open at the journal's beginning; absent if none was.
+    /// The start of the oldest flow that was open when the journal began; absent if no flow was open.
     Oldest(Instant),
-    /// Everything until now is written. With the number of beginnings and ends that the programs have lost since their maps were made.
+    /// All events up to now are written. Has the number of events that the programs have lost since their maps were created.
     Alive(Instant, u64),
-    /// Writing ends, and nothing is missing until now.
+    /// Writing ends, and no event up to now is missing.
     Stopped(Instant),
-    /// This many beginnings and ends between two times are missing; 0: an unknown number.
+    /// This many events between two times are missing; 0 means an unknown number.
     Lost(Instant, Instant, u64),
     /// The meaning of a number (not 0) in the lines after this one.
     Name(u32, String),
@@ -68,7 +68,7 @@ pub enum Line {
     Refused(Entry, Instant),
 }
 
-/// Lines to append.
+/// Encodes lines to append.
 pub(super) fn encode(lines: &[Line]) -> Vec<u8> {
     let mut text = Vec::with_capacity(lines.len() * 96);
     for line in lines {
@@ -80,18 +80,18 @@ pub(super) fn encode(lines: &[Line]) -> Vec<u8> {
     text
 }
 
-/// Whether a text begins like a journal of flows.
+/// Returns whether a text begins like a journal of flows.
 pub(in crate::flowlog) fn is_journal(text: &[u8]) -> bool {
     decode(text, |_| true).next().flatten().is_some()
 }
 
-/// The lines of a journal that `wanted` accepts; `None` for one that is broken.
+/// Decodes the lines of a journal that `wanted` accepts; `None` for a broken line.
 pub(super) fn decode(text: &[u8], wanted: impl Fn(&[u8]) -> bool) -> impl Iterator<Item = Option<Line>> {
     let lines = text.split(|byte| *byte == b'\n').filter(move |line| !line.is_empty() && wanted(line));
     lines.map(|line| serde_json::from_slice(line).ok())
 }
 
-/// Whether a line may be about a flow with this port, or is about no flow.
+/// Returns a filter for lines that may be about a flow with this port, or are not about a flow.
 pub(super) fn may_have(port: u16) -> impl Fn(&[u8]) -> bool {
     let number = format!(",{port},");
     move |line| {

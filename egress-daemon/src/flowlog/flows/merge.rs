@@ -1,4 +1,4 @@
-//! The lines of a journal as flows: beginnings matched with ends. Pure.
+//! Converts the lines of a journal to flows, by matching starts with ends. Pure.
 
 use super::{Entry, Line, Recorded, Span};
 use crate::flowlog::Instant;
@@ -16,13 +16,13 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// The ticket, if another file may have the rest of the flow.
+    /// Returns the ticket, if another file may have the rest of the flow.
     pub(super) fn ticket(&self) -> Option<u32> {
         (!self.began || self.ended.is_none()).then_some(self.entry.ticket)
     }
 }
 
-/// The contents of a journal. A journal whose first line is lost begins with its first event.
+/// The contents of a journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Journal {
     pub(super) span: Span,
@@ -31,11 +31,11 @@ pub(super) struct Journal {
     pub(super) rows: Vec<Row>,
 }
 
-/// The index of a flow's beginning, by what its end has in common with it.
+/// The index of a flow's row, by the fields that the start and the end have in common.
 type Begun = HashMap<(u32, u16, IpAddr), usize>;
 
 impl Journal {
-    /// Reads lines; a broken one counts as a lost event.
+    /// Reads lines. A broken line counts as a lost event.
     pub(super) fn of(lines: impl Iterator<Item = Option<Line>>) -> Option<Self> {
         let mut journal = Self::default();
         let mut begun = Begun::new();
@@ -52,7 +52,7 @@ impl Journal {
             }
             journal.take(line, &mut begun);
         }
-        // A truncated last line was never acknowledged.
+        // A truncated last line was never synced.
         any.then_some(journal)
     }
 
@@ -83,9 +83,9 @@ impl Journal {
         let known = self.span.until;
         let place = begun.remove(&(entry.ticket, entry.port, entry.egress_ip));
         match place.and_then(|place| self.rows.get_mut(place)) {
-            // Its policy's number may have been reused by now: the first record counts.
+            // The first record counts, since the policy's number may have been reused by now.
             Some(row) => {
-                // If the clock was set back in between, it was open until then.
+                // If the clock was set back in between, the flow was open at least until the last entry before the end.
                 let ended = if last < row.entry.began { known.max(row.entry.began) } else { last };
                 (row.ended, row.refused) = (Some(ended), refused);
             }
@@ -96,12 +96,12 @@ impl Journal {
         }
     }
 
-    /// A name, if the number has one.
+    /// Returns a number's name, if it has one.
     pub(super) fn name(&self, number: u32) -> Option<&str> {
         self.names.get(&number).map(String::as_str)
     }
 
-    /// A row, resolved for use outside the file.
+    /// Resolves the names of a row, for use outside the file.
     pub(super) fn recorded(&self, row: &Row) -> Recorded {
         let Row { entry, ended, refused, .. } = *row;
         Recorded {

@@ -1,8 +1,8 @@
-//! The flow log (`flowLog.mode: Flows`), on each node for its own pods: when each flow began and ended, and for which pod.
+//! The flow log (`flowLog.mode: Flows`), on each node for its own pods: the start, the end and the pod of each flow.
 //!
-//! `follow` is the thread that reads what the programs report and writes it; `interpret` finds names and times for it;
-//! `line` is a line of a journal, `merge` makes flows of lines, `segment` is a finished file; `read` finds the flows of
-//! one port, `answer` draws conclusions from them.
+//! `follow` is the thread that reads and logs the programs' reports; `interpret` adds names and times; `line` is a line of a journal,
+//! `merge` converts lines to flows, and `segment` is the format of a finished file; `read` finds the flows of one port, and `answer`
+//! draws conclusions from them.
 
 mod answer;
 mod follow;
@@ -23,10 +23,10 @@ pub use read::{Wanted, read};
 use super::Instant;
 use std::net::{IpAddr, SocketAddr};
 
-/// Microseconds of a tick of the programs: a flow began and ended at most this long after the recorded time.
+/// The length of a tick of the programs, in microseconds. A flow began and ended at most one tick after the recorded time.
 pub const TICK: Instant = 1_073_742;
 
-/// The greatest size of a flow log in bytes: about 250 million flows.
+/// The maximum size of a flow log in bytes: about 250 million flows.
 pub const MAX_BYTES: u64 = 2 << 30;
 
 /// A flow, as recorded in a log.
@@ -34,7 +34,7 @@ pub const MAX_BYTES: u64 = 2 << 30;
 pub struct Recorded {
     /// The egress IP.
     pub egress_ip: IpAddr,
-    /// The translated port, or identifier of an ICMP query.
+    /// The translated port, or the identifier of an ICMP query.
     pub port: u16,
     /// IP protocol number.
     pub protocol: u8,
@@ -46,38 +46,38 @@ pub struct Recorded {
     pub policy: Option<String>,
     /// The remote address and port, if destinations are logged.
     pub destination: Option<SocketAddr>,
-    /// When it began.
+    /// The time of its start.
     pub began: Instant,
-    /// When its last packet came; absent for a flow that was open at the end of the file.
+    /// The time of its last packet; absent for a flow that was open at the end of the file.
     pub ended: Option<Instant>,
-    /// Whether the host's firewall let no packet of it pass: the outside has not seen it.
+    /// Whether the host's firewall dropped all its packets, so that the outside has not seen it.
     pub refused: bool,
-    /// Tells a flow from others of the port, if another file may have its beginning or its end.
+    /// Distinguishes the flow from others of the port, if another file may have its start or its end.
     pub ticket: Option<u32>,
 }
 
-/// What a file of a log covers.
+/// The coverage of a file of a log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Span {
-    /// When it begins.
+    /// The start of the file.
     pub from: Instant,
-    /// When something was last written.
+    /// The time of the last entry.
     pub until: Instant,
-    /// Whether nobody has recorded flows before; otherwise it continues the file before it, or the programs have kept what happened.
+    /// Whether flows before the start were not recorded. If `false`, the file continues its predecessor, or the programs kept the events.
     pub started: bool,
-    /// When the oldest flow began that was open at the beginning; absent if none was.
+    /// The start of the oldest flow that was open when the file began; absent if no flow was open.
     pub oldest: Option<Instant>,
-    /// Beginnings and ends that are missing: after the first time and before the second one, and how many.
+    /// Missing events: the times between which they happened, and their number.
     pub lost: Vec<(Instant, Instant, u64)>,
 }
 
-/// What was found, each flow with the number of the file's span.
+/// The flows that were found, and the coverage of the log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// One for each file, in order.
+    /// The spans of the files, in order.
     pub spans: Vec<Span>,
-    /// The flows.
+    /// The flows, each with the number of its file's span.
     pub flows: Vec<(usize, Recorded)>,
-    /// The files that cannot be read, by the numbers of their spans, and why.
+    /// The files that cannot be read: the numbers of their spans, and the reasons.
     pub unread: Vec<(usize, String)>,
 }

@@ -1,4 +1,4 @@
-//! Finds the flows of one port of an egress IP in a log. Reads only the parts of files that may have them.
+//! Finds the flows of one port of an egress IP in a log. Reads only the parts of files that may have such flows.
 
 use super::merge::Journal;
 use super::{Found, Recorded, Span, line, segment};
@@ -10,28 +10,28 @@ use std::io;
 use std::net::IpAddr;
 use std::path::Path;
 
-/// What is looked for.
+/// The criteria of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
     /// The egress IP.
     pub egress_ip: IpAddr,
     /// The port.
     pub port: u16,
-    /// Flows that have ended before are left out.
+    /// Flows that ended before this time are omitted.
     pub from: Instant,
-    /// Flows that began later are left out.
+    /// Flows that began after this time are omitted.
     pub until: Instant,
 }
 
-/// Searches a log. A file that disappears meanwhile is left out. After one that cannot be read, recording starts anew.
+/// Searches a log. Skips a file that disappears meanwhile. After a file that cannot be read, the recording counts as started anew.
 pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
     let mut found = Found::default();
-    // The flows that the files before list as open.
+    // The flows that earlier files list as open.
     let mut open = HashSet::new();
     let mut is_broken = false;
     for (began, path) in all(directory)? {
         let number = found.spans.len();
-        // An end concerns flows that an earlier file lists as open, whenever it was.
+        // The end of a flow that an earlier file lists as open counts, whatever its time.
         let wanted = &Wanted { from: if open.is_empty() { wanted.from } else { Instant::MIN }, ..*wanted };
         let (mut span, flows) = match of_file(&path, wanted) {
             Ok(Some(of_file)) => of_file,
@@ -43,7 +43,7 @@ pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
                 continue;
             }
         };
-        // Nobody knows which flows have ended in the file before.
+        // It is unknown which flows ended in the previous file.
         span.started |= std::mem::take(&mut is_broken);
         let is_meant = |flow: &Recorded| {
             flow.egress_ip == wanted.egress_ip
@@ -67,7 +67,7 @@ pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
     Ok(found)
 }
 
-/// What a file says about itself, and its flows that may have the wanted port; `None` if there is nothing in it.
+/// Returns a file's span, and its flows that may have the wanted port; `None` if the file is empty or gone.
 fn of_file(path: &Path, wanted: &Wanted) -> Result<Option<(Span, Vec<Recorded>)>, LogError> {
     let file = match File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

@@ -1,7 +1,7 @@
-//! A finished part of a flow log as a Parquet file: one row for each flow, and some that describe the file. Bytes in, bytes out.
+//! A finished part of a flow log as a Parquet file: one row for each flow, and rows that describe the file. Converts from and to bytes.
 //!
-//! Rows that describe the file are the first row group. Flows are sorted by egress IP and port, so that the pages with a port are found by
-//! the page index, and hardly any bytes are needed for addresses and ports.
+//! Rows that describe the file are the first row group. Flows are sorted by egress IP and port, so that the page index finds the pages
+//! with a port, and addresses and ports need hardly any bytes.
 
 use super::merge::{Journal, Row};
 use super::{Entry, Recorded, Span, Wanted};
@@ -45,7 +45,7 @@ message flows {
   OPTIONAL INT32 ticket;
 }";
 
-/// The numbers of columns.
+/// The indices of columns.
 mod at {
     pub(super) const EVENT: usize = 0;
     pub(super) const BEGAN: usize = 1;
@@ -73,9 +73,9 @@ mod event {
     pub(super) const LOST: &str = "lost";
 }
 
-/// Rows in a page: the least that is read to find a flow.
+/// The number of rows in a page, the smallest unit that is read to find a flow.
 const PAGE_ROWS: usize = 4_096;
-/// Of zstd: a tenth smaller than with 1, at a few milliseconds for 100,000 flows.
+/// The level of zstd: a tenth smaller than level 1, for a few milliseconds more per 100,000 flows.
 const LEVEL: i32 = 3;
 
 /// Writes a segment.
@@ -159,7 +159,7 @@ fn parts(pod: &str) -> (Option<ByteArray>, ByteArray) {
     (namespace.map(ByteArray::from), name.into())
 }
 
-/// Addresses as text, each made once.
+/// Addresses as text. Each is formatted only once.
 #[derive(Default)]
 struct Texts(HashMap<IpAddr, ByteArray>);
 
@@ -169,7 +169,7 @@ impl Texts {
     }
 }
 
-/// What a segment says about itself, and its flows with the wanted port.
+/// Returns a segment's span, and its flows with the wanted port.
 pub(super) fn read(file: impl ChunkReader + 'static, wanted: &Wanted) -> Result<(Span, Vec<Recorded>)> {
     let file = SerializedFileReader::new_with_options(file, ReadOptionsBuilder::new().with_page_index().build())?;
     check(file.metadata(), SCHEMA)?;
@@ -194,7 +194,7 @@ fn has_flows(group: &dyn RowGroupReader) -> bool {
     statistics.is_some_and(|statistics| statistics.min_bytes_opt().is_some())
 }
 
-/// Whether some flow of a row group may have the port at the time.
+/// Returns whether some flow of a row group may have the port at the time.
 fn may_have(group: &dyn RowGroupReader, wanted: &Wanted) -> bool {
     let statistics = |column: usize| group.metadata().column(column).statistics();
     let port = i32::from(wanted.port);
@@ -207,7 +207,7 @@ fn may_have(group: &dyn RowGroupReader, wanted: &Wanted) -> bool {
         _ => None,
     };
     let ended = match statistics(at::ENDED) {
-        // Flows that have not ended have no end.
+        // Flows that have not ended have no value.
         Some(Statistics::Int64(ended)) if ended.null_count_opt() == Some(0) => ended.max_opt().copied(),
         _ => None,
     };
@@ -217,7 +217,7 @@ fn may_have(group: &dyn RowGroupReader, wanted: &Wanted) -> bool {
         && ended.is_none_or(|last| wanted.from <= last)
 }
 
-/// The rows of the pages that may have the port of the egress IP, according to the page index.
+/// Returns the rows of the pages that may have the port of the egress IP, according to the page index.
 fn pages<R: ChunkReader + 'static>(file: &SerializedFileReader<R>, group: usize, wanted: &Wanted) -> Vec<Range<usize>> {
     let index = file.metadata().page_index_for_row_group(group);
     let rows = usize::try_from(file.metadata().row_group(group).num_rows()).unwrap_or(0);
@@ -256,7 +256,7 @@ fn pages<R: ChunkReader + 'static>(file: &SerializedFileReader<R>, group: usize,
     both.filter(|range| !range.is_empty()).collect()
 }
 
-/// The flows with the port among these rows.
+/// Returns the flows with the port among these rows.
 fn matching(group: &dyn RowGroupReader, ranges: Vec<Range<usize>>, wanted: &Wanted) -> Result<Vec<Recorded>> {
     let (address, port) = (ByteArray::from(wanted.egress_ip.to_string().as_str()), i32::from(wanted.port));
     let mut flows = Vec::new();
@@ -265,7 +265,7 @@ fn matching(group: &dyn RowGroupReader, ranges: Vec<Range<usize>>, wanted: &Want
         let addresses = part::<ByteArrayType>(group, at::EGRESS_IP, range.clone())?;
         let fits =
             |row: usize| ports.get(row) == Some(&Some(port)) && addresses.get(row) == Some(&Some(address.clone()));
-        // They are sorted: all are together.
+        // The rows are sorted, so all matches are adjacent.
         let Some(first) = (0..range.len()).find(|row| fits(*row)) else { continue };
         let count = (first..range.len()).take_while(|row| fits(*row)).count();
         flows.extend(recorded(group, range.start + first..range.start + first + count, wanted)?);

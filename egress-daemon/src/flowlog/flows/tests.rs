@@ -1,4 +1,4 @@
-//! What is reported of flows is found again: through journals, segments, rotations and crashes.
+//! Reported flows are found again after rotations and crashes, in journals and segments.
 
 use super::follow::{Source, Watch};
 use super::interpret::{Event, Lookup, Numbered};
@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 const SECOND: Instant = 1_000_000;
-/// Ticks are counted from here on.
+/// The time of tick 0.
 const EPOCH: Instant = 1_000_000 * SECOND;
 
 fn address(number: u8) -> IpAddr {
@@ -47,7 +47,7 @@ fn entry() -> impl Strategy<Value = Entry> {
     )
 }
 
-/// A journal of flows, each with its fate (none, an end or a refusal), and with or without its beginning.
+/// Generates a journal of flows, each with a fate (none, an end or a refusal), and with or without its start.
 fn lines() -> impl Strategy<Value = Vec<Line>> {
     let flow = (entry(), 0i64..500, 0u8..4).prop_map(|(entry, lasts, fate)| {
         let last = entry.began + lasts * SECOND;
@@ -106,7 +106,7 @@ proptest! {
     }
 }
 
-/// What a test reports in place of the programs.
+/// The data that a test reports in place of the programs.
 #[derive(Default)]
 struct Told {
     events: Vec<Event>,
@@ -147,7 +147,7 @@ impl Source for Script {
     }
 }
 
-/// A flow of the first pod with a port; ticks are roughly seconds from [`EPOCH`] on.
+/// Returns an event of a flow of the first pod with a port. Ticks are roughly seconds since [`EPOCH`].
 fn event(what: u8, port: u16, created: u32, last_seen: u32) -> Event {
     let key = FlowKey::<V4> {
         src: net::v4([10, 1, 0, 9].into()),
@@ -160,7 +160,7 @@ fn event(what: u8, port: u16, created: u32, last_seen: u32) -> Event {
     let (ticket, port, family) = (u32::from(port) + created, port.to_be(), 4);
     let event =
         FlowEvent { key, egress, egress_generation, policy, endpoint, ticket, created, last_seen, port, what, family };
-    // SAFETY: the event lives as long as the bytes of it are used, and has no padding.
+    // SAFETY: the event outlives the slice, and has no padding.
     let bytes = unsafe { std::slice::from_raw_parts((&raw const event).cast::<u8>(), size_of_val(&event)) };
     Event::read(bytes).unwrap()
 }
@@ -208,7 +208,7 @@ impl World {
         self.watch.look(time(tick), u64::from(tick) << 30);
     }
 
-    /// Replaces the agent: cleanly or after it was killed, with the same maps or after a reboot of the node.
+    /// Replaces the agent, cleanly or after it was killed, and with the same maps or after a reboot of the node.
     fn restart(&mut self, in_order: bool, kept: bool) {
         let watch = Watch::new(&settings(self.directory.path(), kept), self.script.clone(), Arc::clone(&self.counts));
         let before = std::mem::replace(&mut self.watch, watch);
@@ -232,7 +232,7 @@ impl World {
         self.ask(port, tick).0.into_iter().map(|likely| (likely.flow.pod, likely.surely)).collect()
     }
 
-    /// Makes a file one of an earlier build, which had no tickets.
+    /// Replaces a file with one of an earlier build, which had no tickets.
     fn outdate(&self, number: usize) {
         let (_, path) = super::super::files::all(&self.directory.path().join("flows")).unwrap().remove(number);
         let columns = segment::SCHEMA.replace("  OPTIONAL INT32 ticket;\n", "");
@@ -276,7 +276,7 @@ fn a_flow_is_found_while_it_lives_and_after_its_end_with_pod_policy_and_server()
     assert_eq!(world.pods(1100, 119), web(false));
     assert_eq!(world.ask(1100, 150), (vec![], vec![]));
     assert_eq!(world.ask(1100, 5), (vec![], vec![]));
-    // The firewall dropped every packet of this one.
+    // The firewall dropped every packet of this flow.
     assert_eq!(world.ask(1101, 20), (vec![], vec![]));
     assert_eq!(world.counts.written.load(Ordering::Relaxed), 3);
 }
@@ -306,18 +306,18 @@ fn an_agent_that_comes_back_goes_on_and_a_node_that_starts_again_does_not() {
     world.report([event(what::BEGAN, 1100, 10, 10)]);
     world.look(11);
     world.restart(true, true);
-    // Reported while no agent ran.
+    // These events are reported while no agent runs.
     world.report([event(what::ENDED, 1100, 10, 60), event(what::BEGAN, 1101, 70, 70)]);
     world.look(80);
     assert_eq!(world.ask(1100, 40).1, []);
     assert_eq!((world.pods(1100, 40), world.ask(1100, 70)), (web(true), (vec![], vec![])));
-    // The agent is killed, and what it had taken may be missing.
+    // The agent is killed, and the events that it had taken may be missing.
     world.look(100);
     world.restart(false, true);
     world.look(120);
     assert_eq!(world.ask(1101, 110).1, [Doubt::Lost(time(100), time(120), 0)]);
     assert_eq!(world.ask(1101, 90).1, []);
-    // The node reboots: no flow survives, and nothing was recorded.
+    // The node reboots: no flow survives, and flows are not recorded meanwhile.
     world.look(150);
     world.restart(false, false);
     world.look(200);
@@ -343,12 +343,12 @@ fn what_is_lost_is_counted_and_told_in_the_log() {
     assert_eq!(lost(30), [Doubt::Lost(time(20), time(40), 6)]);
     assert_eq!((lost(10), lost(55)), (vec![], vec![]));
     assert_eq!(world.counts.lost.load(Ordering::Relaxed), 6);
-    // Recorded only once, even across agents.
+    // The loss is recorded only once, even across agents.
     world.restart(true, true);
     world.look(80);
     world.look(100);
     assert_eq!(world.ask(1100, 70).1, []);
-    // The same after it has become a segment.
+    // The answer is the same after the journal has become a segment.
     world.look(4000);
     assert_eq!(world.files("parquet"), 3);
     assert_eq!(world.ask(1100, 30).1, [Doubt::Lost(time(20), time(40), 6)]);
@@ -363,7 +363,7 @@ fn a_flow_ends_in_a_later_file_even_if_the_clock_was_set_or_its_pods_name_is_gon
         world.look(3600);
         world.look(3700);
         assert_eq!(world.files("parquet"), 1);
-        // The agent is replaced, and the clock was set: an end repeats another beginning, and names the pod by its address.
+        // The agent is replaced and the clock set, so an end repeats a different start time, and the pod's address in place of its name.
         world.restart(true, true);
         world.script.0.borrow_mut().names.clear();
         world.report([event(what::ENDED, 1100, 10, 3710), event(what::REFUSED, 1101, 10, 3710)]);
@@ -400,7 +400,7 @@ fn many_flows_of_one_port_are_settled_at_once() {
     let began = std::time::Instant::now();
     let (likely, _) = answer(found, LeaseQuestion { egress_ip: address(10), port: 1100, from, until, slack: 0 }, true);
     assert_eq!(likely.len(), count as usize);
-    // With a search for each, it takes minutes.
+    // With a linear search for each flow, it would take minutes.
     assert!(began.elapsed() < std::time::Duration::from_secs(20), "{:?}", began.elapsed());
 }
 
@@ -423,11 +423,11 @@ fn a_file_that_cannot_be_read_is_a_doubt_and_the_others_still_answer() {
     assert_eq!((world.pods(1102, 7350), world.ask(1102, 7350).1), (web(true), vec![]));
     let is_unread =
         |doubt: &Doubt| matches!(doubt, Doubt::Unread(why) if why.contains("other columns than a log of flows"));
-    // Whether the flow of the first file still was open is not known.
+    // It is unknown whether the flow of the first file was still open.
     let (likely, doubts) = world.ask(1100, 5000);
     assert_eq!((likely, &doubts[0]), (vec![], &Doubt::Unwatched(Some(time(3600)), Some(time(7200)))));
     assert!(doubts.len() == 2 && is_unread(&doubts[1]), "{doubts:?}");
-    // A copy of the log does not know that the flow of the second file is still open.
+    // A copy of the log does not show that the flow of the second file is still open.
     let (likely, doubts) = world.answer(1101, 7350, false);
     assert_eq!((likely, &doubts[0]), (vec![], &Doubt::Older(time(7200))));
     assert!(doubts.len() == 2 && is_unread(&doubts[1]), "{doubts:?}");
@@ -450,12 +450,12 @@ fn a_file_that_cannot_be_read_is_a_doubt_for_the_time_that_it_covers() {
     };
     assert_eq!(unread(world.ask(1100, 1000)), [true, false]);
     assert_eq!(unread(world.ask(1100, 5000)), [false, true]);
-    // Clocks differ.
+    // The clocks of nodes may differ.
     assert_eq!(unread(world.ask(1100, 3601)), [true, true]);
     assert_eq!(unread(world.ask(1100, 7201)), [false, true]);
-    // What is doubtful now has nothing to do with them.
+    // The unread files cause no doubt about the present.
     assert_eq!(world.ask(1100, 9100).1, [Doubt::Unwatched(Some(time(9000)), None)]);
-    // A flow that was open when the third file began may be in the second.
+    // A flow that was open when the third file began may be in the second file.
     assert_eq!(unread(world.answer(1100, 8000, false)), [false, true]);
 }
 
@@ -468,13 +468,13 @@ fn a_copy_of_a_log_does_not_vouch_for_flows_from_before_its_first_file() {
     world.look(3600);
     world.look(3700);
     assert_eq!((world.answer(1100, 3650, false).1, world.answer(1100, 3650, false).0.len()), (vec![], 1));
-    // The file in which the flow began is too old, and was removed.
+    // The file in which the flow began is removed, because it is too old.
     let first = super::super::files::all(&world.directory.path().join("flows")).unwrap().remove(0).1;
     fs::remove_file(first).unwrap();
     assert_eq!(world.answer(1100, 3650, false), (vec![], vec![Doubt::Older(time(3600))]));
     // On the node itself, open flows are known.
     assert_eq!(world.ask(1100, 3650).1, vec![]);
-    // The flow ends, and a later file says that all others are younger.
+    // The flow ends, and a later file shows that all other flows are younger.
     world.report([event(what::ENDED, 1100, 10, 3800)]);
     world.look(3801);
     assert_eq!(world.answer(1101, 3650, false).1, vec![Doubt::Older(time(3600))]);

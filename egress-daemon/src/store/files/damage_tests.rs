@@ -1,4 +1,4 @@
-//! Malformed manifests: every text results in objects and problems, never in a panic.
+//! Malformed manifests: every text yields objects and problems, never a panic.
 
 use super::parse::Parser;
 use crate::store::Kind;
@@ -18,7 +18,7 @@ const EXAMPLES: [&str; 5] = [
     include_str!("../../../../manifests/examples/web-to-partner.yaml"),
 ];
 
-/// Pieces with a meaning in YAML, in JSON, or where a number, an address or a name is expected.
+/// Pieces of text with a meaning in YAML, in JSON, or in place of a number, an address or a name.
 const PIECES: [&str; 28] = [
     "",
     " ",
@@ -50,7 +50,7 @@ const PIECES: [&str; 28] = [
     "\u{0}\u{7f}é",
 ];
 
-/// An example with some stretches replaced.
+/// Generates an example with some parts replaced.
 fn damaged() -> impl Strategy<Value = Vec<u8>> {
     let piece = prop_oneof![
         3 => prop::sample::select(PIECES.to_vec()).prop_map(|piece| piece.as_bytes().to_vec()),
@@ -68,7 +68,7 @@ fn damaged() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// What the agents and the controller do with a text: parse objects, and derive the inputs of a plan.
+/// Processes a text as agents and the controller do: parses objects, and derives the inputs of a plan.
 fn digest(text: &[u8]) -> usize {
     let (parsed, _) = PARSER.with(|parser| parser.parse(Path::new("x.yaml"), text));
     let mut objects = ApiObjects::default();

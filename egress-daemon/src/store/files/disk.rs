@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-/// How deep the directory is followed.
+/// The maximum depth of the directory that is followed.
 const MAX_DEPTH: usize = 16;
 
-/// All files that users write, relative to the directory. Hidden ones are left out. `meet` is called for each directory
-/// before its contents are read.
+/// Returns all users' files, relative to the directory, except hidden files. Calls `meet` for each directory before its contents are
+/// read.
 pub(super) fn listing(directory: &Path, meet: &mut dyn FnMut(&Path)) -> io::Result<BTreeMap<PathBuf, Stamp>> {
     fn walk(
         root: &Path,

@@ -1,5 +1,5 @@
-//! The store in a directory: users write YAML files into it, Spillway keeps what it writes in `DIR/.spillway`, and any
-//! number of processes share it without a server.
+//! The store in a directory: users write YAML files into it, Spillway keeps its own files in `DIR/.spillway`, and any number of processes
+//! share it without a server.
 
 #[cfg(test)]
 mod damage_tests;
@@ -34,13 +34,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
 
-/// How often everything is scanned although nothing was notified.
+/// The interval of full scans in the absence of notices.
 const BACKSTOP: Duration = Duration::from_secs(2);
-/// The same when the kernel cannot notify.
+/// The interval of full scans if the kernel cannot send notices.
 const POLL: Duration = Duration::from_millis(250);
-/// How long notices are gathered before the directory is scanned.
+/// The time for which notices are gathered before a scan.
 const GATHER: Duration = Duration::from_millis(2);
-/// How long opening waits for files that are being written.
+/// The time for which opening waits for files that are being written.
 const OPEN_WAIT: Duration = Duration::from_secs(2);
 
 /// A store in a directory.
@@ -49,26 +49,26 @@ pub struct Files {
     own: Own,
     parser: Parser,
     view: Mutex<StoreView>,
-    /// Held while the directory is scanned and while a write is put into the view, so that the view never goes back.
+    /// Held while the directory is scanned and while a write is added to the view, so that the view never goes backwards.
     order: Mutex<()>,
     changes: watch::Sender<u64>,
-    /// Where callers queue that wait for a scan of Spillway's files, and what wakes the scanning thread.
+    /// The queue of callers that wait for a scan of Spillway's files, and the event that wakes the scanning thread.
     waiting: mpsc::Sender<oneshot::Sender<()>>,
     bell: Arc<EventFd>,
 }
 
-/// Why a directory cannot be a store.
+/// The reason why a directory cannot be a store.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// It does not exist, or is not a directory.
     #[error("{0} is not a directory: create it, or name another one with --manifests")]
     NotADirectory(PathBuf),
-    /// Spillway's own part of it cannot be created.
+    /// Spillway's own subdirectory cannot be created.
     #[error("{directory}/.spillway cannot be created: {error}: make the directory writable")]
     NotWritable {
         /// The directory.
         directory: PathBuf,
-        /// What failed.
+        /// The I/O error.
         error: std::io::Error,
     },
     /// A rule of Spillway's own CRDs does not compile.
@@ -80,9 +80,8 @@ pub enum OpenError {
 }
 
 impl Files {
-    /// Opens a directory and reads all of it. Blocks until this is done, and until files that are just being written
-    /// are complete; what is broken is among [`Store::problems`]. Its cache follows the directory until the last clone
-    /// of the store is dropped.
+    /// Opens a directory and reads all of it. Blocks until files that are being written are complete, for a limited time. Broken files are
+    /// among [`Store::problems`]. The cache follows the directory until the last clone of the store is dropped.
     pub fn open(directory: &Path) -> Result<Store, OpenError> {
         let (files, waiting) = Self::prepare(directory)?;
         let mut scanner = Scanner::with_notices(&files.directory);
@@ -101,15 +100,15 @@ impl Files {
         Ok(Store::new(Arc::new(files)))
     }
 
-    /// Checks that there is such a directory, without reading it.
+    /// Checks that the directory exists, without reading it.
     pub fn check(directory: &Path) -> Result<(), OpenError> {
         directory.is_dir().then_some(()).ok_or_else(|| OpenError::NotADirectory(directory.to_owned()))
     }
 
-    /// A store that has not scanned yet, and where it will be woken.
+    /// Returns a store that has not been scanned yet, and the receiving end of its queue.
     fn prepare(directory: &Path) -> Result<(Arc<Self>, mpsc::Receiver<oneshot::Sender<()>>), OpenError> {
         Self::check(directory)?;
-        // Symbolic links in the path are followed each time: their targets may change or disappear.
+        // Symbolic links in the path are followed each time, since their targets may change or disappear.
         let absolute = std::path::absolute(directory).ok().filter(|path| path.is_dir());
         let directory = absolute.ok_or_else(|| OpenError::NotADirectory(directory.to_owned()))?;
         let own = Own::open(directory.join(".spillway"))
@@ -136,11 +135,11 @@ impl Files {
 
     /// Wakes the thread that scans the directory.
     fn ring(&self) {
-        // It fails only if it has already rung often enough.
+        // The write fails only if the counter is at its maximum, so the bell has already rung.
         self.bell.write(1).ok();
     }
 
-    /// Changes the view, and tells the readers if that made a difference.
+    /// Changes the view, and notifies the readers if `change` returns true.
     fn update(&self, change: impl FnOnce(&mut StoreView) -> bool) {
         if change(&mut self.view()) {
             self.changes.send_modify(|count| *count = count.wrapping_add(1));
@@ -154,7 +153,7 @@ impl Drop for Files {
     }
 }
 
-/// The thread that keeps the view up to date.
+/// Runs in the thread that keeps the view up to date.
 fn follow(
     files: &Weak<Files>,
     mut scanner: Scanner,
@@ -177,13 +176,13 @@ fn follow(
             whole = Instant::now();
         }
         for done in waiting {
-            // Without a receiver nobody waits any more.
+            // Without a receiver, no caller waits any longer.
             done.send(()).ok();
         }
     }
 }
 
-/// Waits until the bell rings or something is noticed. Returns whether that was before a time.
+/// Waits until the bell rings, a notice arrives, or `until`. Returns whether one of the first two happened.
 fn wait(bell: &EventFd, notices: Option<&notices::Notices>, until: Instant) -> bool {
     let mut fds = vec![PollFd::new(bell.as_fd(), PollFlags::POLLIN)];
     fds.extend(notices.map(|notices| PollFd::new(notices.as_fd(), PollFlags::POLLIN)));
@@ -191,21 +190,21 @@ fn wait(bell: &EventFd, notices: Option<&notices::Notices>, until: Instant) -> b
     // Rounded up, or the last part of a millisecond would be spent in a busy loop.
     let timeout = PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
     let woken = poll(&mut fds, timeout).is_ok_and(|ready| ready > 0);
-    // There is nothing to read if it did not ring.
+    // The read fails if the bell has not rung.
     bell.read().ok();
     woken
 }
 
-/// The objects of a file, and what is wrong with the rest.
+/// The objects of a file, and the problems of the rest.
 pub type Read = (Vec<(ObjectRef, Value)>, Vec<StoreProblem>);
 
-/// The objects in a text that a user wrote, and what is wrong with it.
+/// Returns the objects in a user's text, and its problems.
 pub fn parse(file: &Path, text: &[u8]) -> Result<Read, OpenError> {
     let (objects, problems) = Parser::new()?.parse(file, text);
     Ok((objects.into_iter().map(|parsed| (parsed.target, parsed.object.value())).collect(), problems))
 }
 
-/// A shared handle to the directory; writes need their own handle to outlive the caller.
+/// A shared handle to the directory, since a write needs its own handle to outlive the caller.
 impl Backend for Arc<Files> {
     fn list(&self, kind: Kind) -> Vec<Erased> {
         self.view().list(kind)
@@ -247,7 +246,7 @@ impl Backend for Arc<Files> {
         self.ring();
         Box::pin(async move {
             if sent {
-                // Without a sender the store is closing.
+                // Without a sender, the store is closing.
                 waiting.await.ok();
             }
         })

@@ -1,5 +1,5 @@
-//! The kernel's notices of changes in the directory (inotify(7)). A notice is queued before the rename that it is about
-//! returns, so that a reader of the notices that holds the lock misses nothing that was written before.
+//! The kernel's notices of changes in the directory (inotify(7)). The kernel queues the notice of a rename before the rename returns, so
+//! a process that reads the notices while it holds the lock misses no earlier write.
 
 use super::own::{self, Own};
 use crate::store::{Kind, ObjectRef};
@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 
-/// Events that may mean a change of an object. Opening and reading do not, and every scan of the directory does both.
+/// Events that may mean a change of an object. Opening and reading are excluded, since every scan of the directory does both.
 const USERS: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_MODIFY)
     .union(AddWatchFlags::IN_CLOSE_WRITE)
@@ -29,7 +29,7 @@ const OWN: AddWatchFlags =
 pub(super) struct Notices {
     inotify: Inotify,
     places: BTreeMap<WatchDescriptor, WatchedDirectory>,
-    /// The users' directories that were met since the last scan began.
+    /// The users' directories that were followed since the last scan began.
     met: BTreeSet<WatchDescriptor>,
 }
 
@@ -39,14 +39,14 @@ enum WatchedDirectory {
     Own(Kind),
 }
 
-/// What changed.
+/// The changes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Noticed {
     /// Whether any of the users' files changed.
     pub(super) users: bool,
-    /// Which of Spillway's files changed.
+    /// The objects and records whose files below `.spillway` changed.
     pub(super) own: BTreeSet<ObjectRef>,
-    /// Notices were lost: anything may have changed.
+    /// Whether notices were lost, so that any file may have changed.
     pub(super) lost: bool,
 }
 
@@ -73,7 +73,7 @@ impl Notices {
                 self.met.insert(watch);
                 Ok(())
             }
-            // It no longer exists: its removal is noticed.
+            // The directory no longer exists, and its removal causes a notice.
             Err(Errno::ENOENT | Errno::ENOTDIR) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -86,14 +86,14 @@ impl Notices {
         self.places.retain(|watch, place| {
             let stays = matches!(place, WatchedDirectory::Own(_)) || met.contains(watch);
             if !stays {
-                // The kernel may have forgotten it already.
+                // The kernel may have removed the watch already.
                 inotify.rm_watch(*watch).ok();
             }
             stays
         });
     }
 
-    /// What was noticed since the last call.
+    /// Returns the changes since the last call.
     pub(super) fn take(&mut self) -> Noticed {
         let mut noticed = Noticed::default();
         loop {
@@ -129,7 +129,7 @@ impl AsFd for Notices {
     }
 }
 
-/// Whether a file is about to be renamed.
+/// Returns whether a file is temporary, and so about to be renamed.
 fn is_temporary(name: &OsStr) -> bool {
     let name = name.as_encoded_bytes();
     name.starts_with(b".") && name.ends_with(b".tmp")
@@ -141,7 +141,7 @@ mod tests {
     use crate::store::Key;
     use std::fs;
 
-    /// A directory that is followed, with what Spillway writes in it.
+    /// Returns a directory that is followed, with Spillway's own part.
     fn followed() -> (tempfile::TempDir, Own, Notices) {
         let dir = tempfile::tempdir().unwrap();
         let own = Own::open(dir.path().join(".spillway")).unwrap();

@@ -1,13 +1,11 @@
-//! What Spillway writes: one file for each object under `DIR/.spillway`, replaced by rename and compared and swapped
-//! under one lock.
+//! Spillway's own files: one file for each object under `DIR/.spillway`, replaced by rename, with compare-and-swap under one lock.
 //!
 //! - `<Kind>/<name>.yaml`: EgressIP, EgressNode, Lease.
-//! - `status/<Kind>/<name>.yaml` (`<namespace>.<name>.yaml` where the kind has namespaces): the record of an object
-//!   that a user writes: when it was first seen, its generation, a hash of the content that the generation stands for,
-//!   and the status.
-//! - `good/<hash>.yaml`: the last text without problems of each file that a user writes.
-//! - `lock`: held exclusively while writing, and shared while reading without the kernel's notices; its content is the last
-//!   resourceVersion assigned.
+//! - `status/<Kind>/<name>.yaml` (`<namespace>.<name>.yaml` if the kind has namespaces): the record of a user's object: the time when it
+//!   was first seen, its generation, a hash of the content of that generation, and the status.
+//! - `good/<hash>.yaml`: the last text without problems of each user's file.
+//! - `lock`: held exclusively for writing, and shared for reading without the kernel's notices. It contains the last assigned
+//!   resourceVersion.
 
 use crate::store::{Key, Kind, ObjectRef};
 use nix::fcntl::{Flock, FlockArg};
@@ -23,11 +21,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::user::Stamp;
 
-/// How long a writer waits for the lock. It is held for well under a millisecond at a time, so only a stopped process
-/// makes others wait this long.
+/// The time for which a writer waits for the lock. A process holds it for well under a millisecond, so only a stopped process makes others
+/// wait this long.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
-/// How long a reader waits before it reads without the lock: each file is complete at any time, but different files may
-/// then be of different moments.
+/// The time for which a reader waits before it reads without the lock. Each file is complete at any time, but files read without the lock
+/// may be from different moments.
 const READ_WAIT: Duration = Duration::from_millis(200);
 
 /// The directory `.spillway`.
@@ -36,12 +34,12 @@ pub(super) struct Own {
     root: PathBuf,
 }
 
-/// The exclusive lock with the last resourceVersion assigned.
+/// The exclusive lock, whose file contains the last assigned resourceVersion.
 pub(super) struct Locked(Flock<File>);
 
 impl Own {
-    /// Makes what is missing below an existing directory. A directory that became unreachable is not made anew: in an empty
-    /// one of its own, a process would hold every lease.
+    /// Creates the missing directories below an existing one, but never the directory itself: if it has become unreachable, a process with
+    /// an empty directory of its own would hold every lease.
     pub(super) fn open(root: PathBuf) -> io::Result<Self> {
         let own = Own { root };
         let above = [own.root.clone(), own.root.join("good"), own.root.join("status")];
@@ -55,7 +53,7 @@ impl Own {
         Ok(own)
     }
 
-    /// The directories that hold objects and records, with the kind of those in them.
+    /// Returns the directories of objects and records, each with its kind.
     pub(super) fn directories(&self) -> impl Iterator<Item = (Kind, PathBuf)> {
         let kinds = Kind::ALL.into_iter().filter(|kind| !kind.is_users() || kind.has_our_status());
         kinds.map(|kind| (kind, self.directory(kind)))
@@ -72,7 +70,7 @@ impl Own {
     fn lock_file(&self) -> io::Result<File> {
         let path = self.root.join("lock");
         let writable = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
-        // A process that may only read can still take part in the locking.
+        // A process with only read permission can still take the lock.
         writable.or_else(|error| File::open(path).map_err(|_| error))
     }
 
@@ -90,12 +88,12 @@ impl Own {
         }
     }
 
-    /// The lock for reading; `None` if some process holds it for too long.
+    /// Takes the lock for reading; `None` if a process holds it for too long.
     pub(super) fn shared(&self) -> io::Result<Option<Flock<File>>> {
         self.flock(FlockArg::LockSharedNonblock, READ_WAIT)
     }
 
-    /// The lock for writing.
+    /// Takes the lock for writing.
     pub(super) fn exclusive(&self) -> io::Result<Locked> {
         let held = || {
             io::Error::new(
@@ -109,20 +107,20 @@ impl Own {
         self.flock(FlockArg::LockExclusiveNonblock, LOCK_WAIT)?.map(Locked).ok_or_else(held)
     }
 
-    /// The file of an object that Spillway writes, or of the record of one that a user writes.
+    /// Returns the path of one of Spillway's objects, or of the record of a user's object.
     pub(super) fn path(&self, target: &ObjectRef) -> PathBuf {
         let Key { namespace, name } = &target.key;
-        // No namespace has a dot in its name.
+        // The name of a namespace contains no dot.
         let prefix = if has_namespace(target.kind) { format!("{namespace}.") } else { String::new() };
         self.directory(target.kind).join(format!("{prefix}{name}.yaml"))
     }
 
-    /// The object or record of a target as it is on disk.
+    /// Loads the object or record of a target from disk.
     pub(super) fn load(&self, target: &ObjectRef) -> io::Result<Option<Value>> {
         self.read(target)?.map(|text| self.parse(target, &text)).transpose()
     }
 
-    /// The text of its file.
+    /// Reads the file of a target.
     pub(super) fn read(&self, target: &ObjectRef) -> io::Result<Option<Vec<u8>>> {
         match fs::read(self.path(target)) {
             Ok(text) => Ok(Some(text)),
@@ -131,7 +129,7 @@ impl Own {
         }
     }
 
-    /// The object or record that such a text stands for.
+    /// Parses the text of the file of a target.
     pub(super) fn parse(&self, target: &ObjectRef, text: &[u8]) -> io::Result<Value> {
         serde_saphyr::from_slice(text).map_err(|error| {
             io::Error::new(
@@ -141,7 +139,7 @@ impl Own {
         })
     }
 
-    /// Every object and record on disk with the version of its file. Sorted.
+    /// Returns every object and record on disk with the version of its file, sorted.
     pub(super) fn listing(&self) -> io::Result<Vec<(ObjectRef, Stamp)>> {
         let mut found = Vec::new();
         for (kind, directory) in self.directories() {
@@ -163,13 +161,13 @@ impl Own {
         let temporary = path.with_file_name(name);
         let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
         if written.is_err() {
-            // The error of the write says more than that of the cleanup.
+            // The error of the write is more useful than an error of the cleanup.
             fs::remove_file(&temporary).ok();
         }
         written
     }
 
-    /// Forgets the last good texts of all files but these.
+    /// Removes the last good texts of all files except these.
     pub(super) fn keep_good_of<'a>(&self, files: impl Iterator<Item = &'a Path>) -> io::Result<()> {
         let keep: BTreeSet<PathBuf> = files.map(|file| self.good_path(file)).collect();
         for entry in fs::read_dir(self.root.join("good"))? {
@@ -188,20 +186,20 @@ impl Own {
 }
 
 impl Locked {
-    /// A resourceVersion that is greater than `least` and than every one assigned before.
+    /// Assigns a resourceVersion that is greater than `least` and than every version assigned before.
     pub(super) fn next_version(&mut self, least: u64) -> io::Result<u64> {
         let mut text = String::new();
         self.0.rewind()?;
         self.0.read_to_string(&mut text)?;
         let next = text.trim().parse::<u64>().unwrap_or(0).max(least) + 1;
         self.0.rewind()?;
-        // Numbers only grow, so that the new text covers the old one.
+        // Numbers only grow, so the new text is never shorter than the old text.
         self.0.write_all(format!("{next}\n").as_bytes())?;
         Ok(next)
     }
 }
 
-/// The object or record that a file is for, in the directory of its kind.
+/// Returns the target of a file in the directory of its kind.
 pub(super) fn target(kind: Kind, file: &OsStr) -> Option<ObjectRef> {
     let name = file.to_str()?.strip_suffix(".yaml").filter(|name| !name.starts_with('.'))?;
     let key = match has_namespace(kind) {
@@ -211,12 +209,12 @@ pub(super) fn target(kind: Kind, file: &OsStr) -> Option<ObjectRef> {
     Some(ObjectRef { kind, key })
 }
 
-/// Whether the names of a kind's files have the namespace in front. Among objects of a kind that Spillway writes itself, names are unique.
+/// Returns whether a kind's file names begin with the namespace. Names are unique among the objects of a kind that Spillway writes.
 fn has_namespace(kind: Kind) -> bool {
     kind.is_users() && kind.is_namespaced()
 }
 
-/// The version of a file on disk.
+/// Returns the version of a file on disk.
 pub(super) fn stamp(path: &Path) -> io::Result<Stamp> {
     let metadata = fs::metadata(path)?;
     Ok(Stamp {

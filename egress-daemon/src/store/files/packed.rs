@@ -1,4 +1,4 @@
-//! Objects that are kept for later: as text, since a tree of maps takes ten times as much memory.
+//! Objects that are kept for later. They are kept as text, since a tree of maps takes ten times as much memory.
 
 use serde_json::Value;
 

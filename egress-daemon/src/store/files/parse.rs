@@ -1,4 +1,4 @@
-//! Parses the text of a file that a user wrote into objects and problems. Pure.
+//! Parses the text of a user's file into objects and problems. Pure.
 
 use super::packed::Packed;
 use crate::store::{Key, Kind, ObjectRef, StoreProblem};
@@ -14,7 +14,7 @@ use std::path::Path;
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Parsed {
     pub(super) target: ObjectRef,
-    /// Which of the file's documents it is, from 1.
+    /// The number of its document in the file, from 1.
     pub(super) document: usize,
     /// The object without nulls, and without the status if Spillway writes it.
     pub(super) object: Packed,
@@ -39,7 +39,7 @@ impl Parser {
         Ok(Parser { rules })
     }
 
-    /// The rules that an object breaks, for kinds that have any; nulls are removed from it.
+    /// Returns the rules that an object breaks, for kinds that have rules. Removes nulls from the object.
     pub(super) fn check(&self, value: &mut Value) -> Vec<Violation> {
         let text = |field: &str| value[field].as_str().unwrap_or_default().to_owned();
         if let Some(rules) = self.rules.get(&(text("apiVersion"), text("kind"))) {
@@ -49,7 +49,7 @@ impl Parser {
         Vec::new()
     }
 
-    /// Every good object of a file, and what is wrong with the rest. No objects when the file is not YAML.
+    /// Returns every good object of a file, and the problems of the rest. Returns no objects if the file is not YAML.
     pub(super) fn parse(&self, file: &Path, text: &[u8]) -> (Vec<Parsed>, Vec<StoreProblem>) {
         let problem = |document, violation: Violation| StoreProblem {
             file: file.to_owned(),
@@ -81,7 +81,7 @@ impl Parser {
         (objects, problems)
     }
 
-    /// Adds the object unless it breaks a rule; returns what is wrong with it, which may only be an ignored field.
+    /// Adds the object unless it breaks a rule. Returns its problems, which for an added object are only ignored fields.
     fn object(
         &self,
         target: ObjectRef,
@@ -110,7 +110,7 @@ impl Parser {
     }
 }
 
-/// A hash of a text, 32 hexadecimal digits, the same on every machine.
+/// Returns a hash of a text as 32 hexadecimal digits, the same on every machine.
 pub(super) fn hash(text: &str) -> String {
     let mut hasher = SipHasher13::new();
     hasher.write(text.as_bytes());
@@ -129,7 +129,7 @@ fn not_yaml(error: &serde_saphyr::Error) -> Violation {
     violation("", format!("the file is not YAML: {first}"), "correct the file; its last good version stays in force")
 }
 
-/// The objects of a document: itself, or the items of a List as `kubectl get -o yaml` writes it.
+/// Returns the objects of a document: the document itself, or the items of a List as `kubectl get -o yaml` writes it.
 fn items(document: Value) -> Vec<Value> {
     match document {
         Value::Object(mut fields)
@@ -155,7 +155,7 @@ fn target(object: &Value) -> Result<ObjectRef, Violation> {
     };
     let text = |name: &str| fields.get(name).and_then(Value::as_str).unwrap_or_default();
     let users: Vec<Kind> = Kind::ALL.into_iter().filter(|kind| kind.is_users()).collect();
-    // Two systems may have kinds with the same name.
+    // Kinds of different systems may have the same name.
     let named = || Kind::ALL.into_iter().filter(|kind| kind.name() == text("kind"));
     let Some(kind) = named().find(|kind| kind.api_version() == text("apiVersion")).or_else(|| named().next()) else {
         let mut known: Vec<_> = users.iter().map(|kind| kind.name()).collect();
@@ -212,7 +212,7 @@ fn target(object: &Value) -> Result<ObjectRef, Violation> {
     Ok(ObjectRef { kind, key: Key::namespaced(namespace, name) })
 }
 
-/// Whether Kubernetes accepts the name (a DNS subdomain). Such a name is also a safe file name.
+/// Returns whether Kubernetes accepts the name (a DNS subdomain). Such a name is also a safe file name.
 pub(super) fn is_name(name: &str) -> bool {
     let plain = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit();
     (1..=253).contains(&name.len())
@@ -224,7 +224,7 @@ pub(super) fn is_name(name: &str) -> bool {
         })
 }
 
-/// Fields of the metadata that Kubernetes does not know, and what is wrong with its shape.
+/// Returns the fields of the metadata that Kubernetes does not know, and errors in its shape.
 fn unknown_metadata(value: &Value) -> Vec<Violation> {
     const KNOWN: [&str; 15] = [
         "name",
@@ -262,7 +262,7 @@ fn wrong_shape(error: &serde_json::Error) -> Violation {
     violation("", format!("a field has the wrong shape: {error}"), "correct the field")
 }
 
-/// Fields of a Kubernetes object that the kind's Rust type does not have. Such an object is still used, since a newer
+/// Returns the fields of a Kubernetes object that the kind's Rust type does not have. Such an object is still used, since a newer
 /// Kubernetes may have written it.
 fn ignored_fields(value: &Value, understood: &Value) -> Vec<Violation> {
     fn lost(written: &Value, kept: &Value, path: &str, found: &mut Vec<Violation>) {

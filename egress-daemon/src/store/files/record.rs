@@ -1,4 +1,4 @@
-//! What is stored about an object that a user writes (its record), and the metadata of objects in general.
+//! The record of a user's object, and the metadata of objects in general.
 
 use super::Files;
 use super::own::{self, Own};
@@ -12,18 +12,18 @@ use serde_json::{Map, Value, json};
 use std::io;
 use std::path::Path;
 
-/// Annotation of a record: the hash of the content that its generation stands for.
+/// Annotation of a record: the hash of the content of its generation.
 const CONTENT: &str = "spillway.io/content";
 
-/// The resourceVersion of an object or record.
+/// Returns the resourceVersion of an object or record.
 pub(super) fn version(value: &Value) -> Option<u64> {
     value.pointer("/metadata/resourceVersion")?.as_str()?.parse().ok()
 }
 
-/// What is known of an object that a user writes, as stored.
+/// The stored data about a user's object.
 #[derive(Clone, Debug)]
 pub(super) struct Record {
-    /// The hash of the content that its generation stands for.
+    /// The hash of the content of its generation.
     pub(super) content: String,
     /// Its resourceVersion.
     pub(super) version: Option<u64>,
@@ -41,20 +41,20 @@ fn content_hash(record: &Value) -> &str {
     annotations.and_then(|annotations| annotations.get(CONTENT)).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// A uid that is the same wherever and whenever it is made.
+/// Returns a uid that is the same in every process at any time.
 pub(super) fn uid(target: &ObjectRef) -> String {
     let hash = hash(&Value::from(target.to_string()).to_string());
     let part = |range| hash.get(range).unwrap_or_default();
     format!("{}-{}-{}-{}-{}", part(0..8), part(8..12), part(12..16), part(16..20), part(20..32))
 }
 
-/// The current time, as in Kubernetes metadata.
+/// Returns the current time in the format of Kubernetes metadata.
 pub(super) fn time_now() -> Value {
     serde_json::to_value(Time(Timestamp::now())).unwrap_or_default()
 }
 
-/// Makes or renews the record of an object; `None` if the file has changed since it was read, because another process
-/// may have a newer version.
+/// Creates or renews the record of an object. If the file has changed since it was read, returns the present record, if any, because
+/// another process may have a newer version.
 pub(super) fn make_record(files: &Files, parsed: &Parsed, source: Option<(&Path, Stamp)>) -> io::Result<Option<Value>> {
     let Some((path, stamp)) = source else { return Ok(None) };
     let mut lock = files.own.exclusive()?;
@@ -90,13 +90,13 @@ pub(super) fn make_record(files: &Files, parsed: &Parsed, source: Option<(&Path,
     Ok(Some(record))
 }
 
-/// Writes an object or record; the exclusive lock must be held.
+/// Writes an object or record. The caller must hold the exclusive lock.
 pub(super) fn store(own: &Own, target: &ObjectRef, value: &Value) -> io::Result<()> {
     let text = serde_saphyr::to_string(value).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
     own.replace(&own.path(target), text.as_bytes())
 }
 
-/// The object of a file with what its record and Spillway add.
+/// Returns the object of a file with the fields that its record and Spillway add.
 pub(super) fn merge(parsed: &Parsed, record: Option<&Record>, version: &str) -> Value {
     let mut value = parsed.object.value();
     let record = record.map(|record| record.whole.value());
@@ -127,7 +127,7 @@ pub(super) fn merge(parsed: &Parsed, record: Option<&Record>, version: &str) -> 
     value
 }
 
-/// The fields of an object other than its metadata and status: a change of them is a new generation.
+/// Returns the fields of an object other than its metadata and status. A change to them is a new generation.
 pub(super) fn generation_content(value: &Value) -> Map<String, Value> {
     let fields = value.as_object().into_iter().flatten();
     fields

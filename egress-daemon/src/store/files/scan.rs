@@ -15,45 +15,45 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 use std::{fs, io};
 
-/// A file of Spillway's that is younger than this when it is read may be replaced once more within the resolution of
-/// its timestamp, so it is read again at the next scan.
+/// The age below which one of Spillway's files is read again at the next scan: it may have been replaced again within the resolution of
+/// its timestamp.
 const YOUNG: Duration = Duration::from_millis(50);
-/// How many times changes noticed while files were read are also read, before writers have to wait.
+/// The number of rounds in which changes noticed during reading are also read, before writers must wait.
 const ROUNDS: usize = 8;
 
-/// What is known of the directory.
+/// The known state of the directory.
 pub(super) struct Scanner {
     start: Instant,
     user: UserFiles,
     own: BTreeMap<ObjectRef, OwnFile>,
     /// The users' objects, as in the view, with the hash of their content.
     merged: BTreeMap<ObjectRef, (String, Item)>,
-    /// When to check files again that do not rest yet, since `start`.
+    /// The time since `start` at which to check again files that are not yet at rest.
     again: Option<Duration>,
-    /// Why the users' files cannot be listed.
+    /// The problem with listing the users' files.
     unlisted: Option<StoreProblem>,
-    /// Why an object cannot be joined with its record.
+    /// The problem with joining an object with its record.
     unregistered: Option<StoreProblem>,
     /// The kernel's notices, if it sends any.
     notices: Option<Notices>,
 }
 
-/// What to scan.
+/// The extent of a scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// What was noticed; without notices, everything that Spillway writes.
+    /// Files with notices; without notices, all of Spillway's files.
     Noticed,
-    /// Everything.
+    /// All files.
     Everywhere,
 }
 
 struct OwnFile {
     stamp: Option<Stamp>,
-    /// Its contents when it was read, if it was young then.
+    /// Its contents, if it was young when it was read.
     young: Option<Vec<u8>>,
     /// The last good version.
     content: Option<Content>,
-    /// What is wrong with the version on disk.
+    /// The problem with the version on disk.
     problem: Option<StoreProblem>,
 }
 
@@ -72,13 +72,13 @@ impl OwnFile {
         }
     }
 
-    /// Whether this is what was read before.
+    /// Returns whether the file has the same version and contents as when it was last read.
     fn is(&self, stamp: Stamp, bytes: &[u8]) -> bool {
         self.stamp == Some(stamp) && self.young.as_deref() == Some(bytes)
     }
 }
 
-/// The text of a file of Spillway's.
+/// The text of one of Spillway's files.
 struct Text {
     stamp: Stamp,
     bytes: Vec<u8>,
@@ -86,7 +86,7 @@ struct Text {
 }
 
 impl Text {
-    /// `None` if there is no such file. If the whole directory is missing, that is an error: it may come back.
+    /// Reads a file; `None` if it does not exist. Fails if the whole directory is missing, since it may come back.
     fn read(own: &Own, target: &ObjectRef) -> io::Result<Option<Self>> {
         let read = || -> io::Result<Option<Self>> {
             let stamp = own::stamp(&own.path(target))?;
@@ -101,28 +101,28 @@ impl Text {
     }
 }
 
-/// What a scan of Spillway's files has found.
+/// The result of a scan of Spillway's files.
 struct Scanned {
-    /// Users' files have changed, too.
+    /// Whether users' files have also changed.
     users: bool,
-    /// The files that were read; absent if all of them were.
+    /// The files that were read; absent if all files were.
     changed: Option<Vec<Changed>>,
 }
 
-/// A file of Spillway's that was reread.
+/// One of Spillway's files that was read again.
 struct Changed {
     target: ObjectRef,
-    /// The object that it held before.
+    /// The object that it contained before.
     before: Option<Key>,
 }
 
-/// What is different in the view.
+/// The changes to the view.
 enum Changes {
     All(BTreeMap<Kind, BTreeMap<Key, Item>>),
     Some(Vec<(Kind, Key, Option<Item>)>),
 }
 
-/// The contents of a file of Spillway's.
+/// The contents of one of Spillway's files.
 enum Content {
     Object(Key, Item),
     Record(Record),
@@ -144,7 +144,7 @@ impl Default for Scanner {
 }
 
 impl Scanner {
-    /// One that receives the kernel's notices of changes, if possible.
+    /// Returns a scanner that receives the kernel's notices of changes, if possible.
     pub(super) fn with_notices(directory: &Path) -> Self {
         let mut scanner = Scanner::default();
         match Notices::open() {
@@ -158,12 +158,12 @@ impl Scanner {
         self.notices.as_ref()
     }
 
-    /// Updates the view. Returns when to scan everything although nothing is noticed.
+    /// Updates the view. Returns the time for a full scan in the absence of notices.
     pub(super) fn scan(&mut self, files: &Files, look: Look) -> Option<Instant> {
         let _order = files.order.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let (scanned, unreadable_own) = match self.scan_own(files, look) {
             Ok(scanned) => (scanned, None),
-            // What else was noticed is not known.
+            // The other notices are not known.
             Err(error) => (Scanned { users: true, changed: None }, Some(unreadable(Path::new(".spillway"), &error))),
         };
         let users = scanned.users || look == Look::Everywhere;
@@ -198,7 +198,7 @@ impl Scanner {
         self.again.map(|again| self.start + again)
     }
 
-    /// All objects.
+    /// Returns all objects.
     fn everything(&mut self, files: &Files) -> BTreeMap<Kind, BTreeMap<Key, Item>> {
         let mut items: BTreeMap<Kind, BTreeMap<Key, Item>> = Kind::ALL.map(|kind| (kind, BTreeMap::new())).into();
         for (target, file) in &self.own {
@@ -220,7 +220,7 @@ impl Scanner {
         items
     }
 
-    /// The objects whose file or record has changed.
+    /// Returns the objects whose file or record has changed.
     fn changes(&mut self, files: &Files, changed: Vec<Changed>) -> Vec<(Kind, Key, Option<Item>)> {
         let mut items = Vec::new();
         for Changed { target, before } in changed {
@@ -241,7 +241,7 @@ impl Scanner {
         items
     }
 
-    /// Reads the changes of what users write.
+    /// Reads the changes in the users' files.
     fn scan_users(&mut self, files: &Files) {
         let mut followed = Ok(());
         let mut follow = |directory: &Path| {
@@ -275,18 +275,18 @@ impl Scanner {
         }
     }
 
-    /// Forgets the last good versions of files that vanished while no process was running.
+    /// Removes the last good versions of files that vanished while no process was running.
     pub(super) fn forget_good(&self, files: &Files) {
         if let Err(error) = files.own.keep_good_of(self.user.files()) {
             tracing::warn!(%error, "last good versions of files that are gone could not be removed");
         }
     }
 
-    /// Reads the changes of what Spillway writes.
+    /// Reads the changes in Spillway's files.
     ///
-    /// With notices, readers need no lock: if none is left after the last file was read, every write that returned before
-    /// then has been read. So what is known never has a write without those before it. Without notices, or if they do not
-    /// end, writers wait for the reading, but not for the parsing.
+    /// With notices, readers need no lock: if no notice is left after the last file was read, every write that returned before then has
+    /// been read. So the known state never has a write without all earlier writes. Without notices, or if notices keep arriving, writers
+    /// wait for the reading, but not for the parsing.
     fn scan_own(&mut self, files: &Files, look: Look) -> io::Result<Scanned> {
         let own = &files.own;
         let mut lock = if self.notices.is_none() { own.shared()? } else { None };
@@ -319,7 +319,7 @@ impl Scanner {
         Ok(Scanned { users, changed: (!all).then_some(changed) })
     }
 
-    /// Parses what was read.
+    /// Parses the text of a file.
     fn take(&mut self, files: &Files, target: ObjectRef, text: io::Result<Option<Text>>) -> Changed {
         let own = &files.own;
         let mut before = self.own.remove(&target);
@@ -352,8 +352,7 @@ impl Scanner {
         changed
     }
 
-    /// Forgets removed files of all that Spillway writes. Returns those whose version differs from the one that was
-    /// read.
+    /// Lists all of Spillway's files, and forgets removed files. Returns the files whose version differs from the version that was read.
     fn changed_of_all(&mut self, files: &Files) -> io::Result<BTreeSet<ObjectRef>> {
         let own = &files.own;
         let mut followed = self.notices.as_mut().map_or(Ok(()), |notices| notices.follow_own(own));
@@ -374,7 +373,7 @@ impl Scanner {
         Ok(changed.map(|(target, _)| target).collect())
     }
 
-    /// Removes the records of objects that are gone.
+    /// Removes the records of objects that no longer exist.
     fn forget(&mut self, files: &Files) {
         let there: BTreeSet<&ObjectRef> = self.user.objects().map(|object| &object.target).collect();
         let gone: Vec<ObjectRef> = self
@@ -385,7 +384,7 @@ impl Scanner {
             .collect();
         for target in gone {
             let Ok(_lock) = files.own.exclusive() else { return };
-            // If the files have changed by now, another process may know of an object that this one does not know yet.
+            // If the files have changed by now, another process may know an object that this process does not know yet.
             if !listing(&files.directory, &mut |_| {}).is_ok_and(|listing| self.user.is_current(&listing)) {
                 return;
             }
@@ -396,7 +395,7 @@ impl Scanner {
     }
 }
 
-/// An object that a user writes, joined with its record, which is made if it is missing.
+/// Returns a user's object joined with its record. Creates the record if it is missing or outdated.
 fn registered(
     files: &Files,
     user: &UserFiles,
@@ -416,8 +415,8 @@ fn registered(
     let record = own.get(target).and_then(OwnFile::record);
     let version = match record.and_then(|record| record.version) {
         Some(version) if record.is_some_and(|record| record.content == parsed.hash) => version.to_string(),
-        // The record is about another content, which another process has read: the version is not a number, so that no
-        // write made from this content is accepted, and the view later accepts the other content.
+        // The record is for other content, which another process has read. The version is not a number, so that no write based on this
+        // content is accepted, and the view later accepts the other content.
         version => format!("{}.{}", parsed.hash, version.unwrap_or(0)),
     };
     if let Some((_, item)) = merged.get(target).filter(|(hash, item)| *hash == parsed.hash && item.version == version) {

@@ -1,4 +1,4 @@
-//! The store in a directory, as its users see it: real files, several stores on one directory, several processes.
+//! Tests of the store in a directory through its interface: real files, several stores on one directory, several processes.
 
 mod versions;
 mod writers;
@@ -35,7 +35,7 @@ fn directory() -> TempDir {
     tempfile::tempdir().unwrap()
 }
 
-/// Waits until the condition holds; only a hang fails it.
+/// Waits until the condition holds. Fails only on a hang.
 async fn until<R>(changes: &mut Changes, mut condition: impl FnMut() -> Option<R>) -> R {
     let wait = async {
         loop {
@@ -274,7 +274,7 @@ fn counter() -> Lease {
     }
 }
 
-/// Counts up `times` times by compare and swap.
+/// Increments the counter `times` times by compare and swap.
 async fn count(store: &Store, times: usize) {
     let key = Key::namespaced("spillway", "counter");
     let mut changes = store.changes();
@@ -292,7 +292,7 @@ async fn count(store: &Store, times: usize) {
 
 const COUNT_IN: &str = "SPILLWAY_TEST_COUNT_IN";
 
-/// Not a test of its own: what each process of the next test runs.
+/// Not a test by itself: each process of the next test runs it.
 #[tokio::test]
 async fn count_in_a_process() {
     if let Some(dir) = std::env::var_os(COUNT_IN) {
@@ -350,7 +350,7 @@ async fn a_refreshed_store_shows_what_others_wrote_before() {
     }
 }
 
-/// Two objects are counted up in turn; whoever sees the second one's number has seen the first one's.
+/// Two objects are incremented in turn. A reader that sees the second object's number also sees the first object's.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_write_is_visible_only_with_all_writes_before_it() {
     const TIMES: usize = 600;
@@ -404,7 +404,7 @@ async fn a_status_is_updated_although_others_write_the_rest() {
     assert!(matches!(missing, Err(StoreError::NotFound(_))));
 }
 
-/// One process has read a new version of a file and counted its generation before the other one has.
+/// One process reads a new version of a file and increments its generation before the other process does.
 #[test]
 fn an_object_is_never_mistaken_for_its_next_generation() {
     let dir = directory();
@@ -457,7 +457,7 @@ async fn objects_of_a_directory_that_was_cut_off_are_not_forgotten() {
     let mut changes = store.changes();
     let created = other.create(&egress_ip("192.0.2.1")).await.unwrap();
     until(&mut changes, || (store.list::<EgressIP>().len() == 1).then_some(())).await;
-    // Others' changes are still noticed, and cannot be read.
+    // Changes of other processes are still noticed, but cannot be read.
     fs::remove_file(&link).unwrap();
     other.delete(&created).await.unwrap();
     until(&mut changes, || (!store.problems().is_empty()).then_some(())).await;

@@ -1,10 +1,9 @@
-//! The files that users write: which version of each is in force. Reads through a closure and takes the time as an
-//! argument.
+//! The users' files, and the version of each that is in force. Reads files through a trait, and takes the time as an argument.
 //!
 //! Invariants:
-//! - a file is read only when it has rested, so that a version that is being written is never in force;
-//! - a file that becomes invalid keeps all objects of its last good version in force, and so does one that vanishes for
-//!   a moment (editors replace files);
+//! - a file is read only at rest, so that a version that is being written is never in force;
+//! - a file that becomes invalid keeps all objects of its last good version in force, and so does a file that vanishes briefly (editors
+//!   replace files);
 //! - an object that two files define is taken from the file that had it first.
 
 use super::parse::{Parsed, Parser};
@@ -14,12 +13,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// How long a file must be unchanged before it is read.
+/// The time for which a file must be unchanged before it is read.
 pub(super) const REST: Duration = Duration::from_millis(100);
-/// How long a file must be gone before its objects are removed.
+/// The time for which a file must be gone before its objects are removed.
 pub(super) const GRACE: Duration = Duration::from_millis(300);
 
-/// What distinguishes two versions of a file.
+/// The properties that distinguish versions of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
     pub(super) modified: SystemTime,
@@ -27,18 +26,18 @@ pub(super) struct Stamp {
     pub(super) inode: u64,
 }
 
-/// The time, monotonic since any start and by the wall clock.
+/// The time: monotonic since an arbitrary start, and by the wall clock.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Now {
     pub(super) monotonic: Duration,
     pub(super) wall: SystemTime,
 }
 
-/// Where the text of files comes from, and where the last good text of each is kept across restarts.
+/// The source of the text of files, and the place where the last good text of each is kept across restarts.
 pub(super) trait Texts {
-    /// The text of a file, with its stamp taken after reading.
+    /// Reads the text of a file, and then its stamp.
     fn read(&self, file: &Path) -> io::Result<(Vec<u8>, Stamp)>;
-    /// The last text of a file that had no problem.
+    /// Returns the last text of a file that had no problem.
     fn last_good(&self, file: &Path) -> Option<Vec<u8>>;
     /// Keeps the text of a file that has no problem; `None` means that the file is gone.
     fn keep_good(&self, file: &Path, text: Option<&[u8]>);
@@ -48,14 +47,14 @@ pub(super) trait Texts {
 struct UserFile {
     /// The version that was read last.
     read: Option<Stamp>,
-    /// The version on disk, and since when it is known.
+    /// The version on disk, and the time since when it is known.
     seen: Option<(Stamp, Duration)>,
     gone_since: Option<Duration>,
     objects: BTreeMap<ObjectRef, Parsed>,
     problems: Vec<StoreProblem>,
 }
 
-/// All files that users write.
+/// All users' files.
 #[derive(Debug, Default)]
 pub(super) struct UserFiles {
     files: BTreeMap<PathBuf, UserFile>,
@@ -64,12 +63,12 @@ pub(super) struct UserFiles {
     problems: Vec<StoreProblem>,
 }
 
-/// What an update did.
+/// The result of an update.
 #[derive(Debug, Default)]
 pub(super) struct Updated {
     /// Whether objects or problems may differ now.
     pub(super) changed: bool,
-    /// When to scan again although nothing is notified, on the monotonic clock.
+    /// The time to scan again in the absence of notices, on the monotonic clock.
     pub(super) again: Option<Duration>,
 }
 
@@ -107,7 +106,7 @@ impl UserFiles {
             self.files.remove(&path);
             updated.changed = true;
         }
-        // During its grace period, a file gives way at once to another file with the same object.
+        // During its grace period, a file immediately gives way to another file with the same object.
         updated.changed |= self.files.values().any(|file| file.gone_since.is_some());
         if updated.changed {
             self.settle_owners();
@@ -115,33 +114,33 @@ impl UserFiles {
         updated
     }
 
-    /// The files that exist, or did a moment ago.
+    /// Returns the files that exist, or existed until recently.
     pub(super) fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.keys().map(PathBuf::as_path)
     }
 
-    /// The objects in force.
+    /// Returns the objects in force.
     pub(super) fn objects(&self) -> impl Iterator<Item = &Parsed> {
         self.owners.keys().filter_map(|target| self.object(target))
     }
 
-    /// One of them.
+    /// Returns an object in force.
     pub(super) fn object(&self, target: &ObjectRef) -> Option<&Parsed> {
         self.files.get(self.owners.get(target)?)?.objects.get(target)
     }
 
-    /// What is wrong with the files, sorted.
+    /// Returns the problems of the files, sorted.
     pub(super) fn problems(&self) -> &[StoreProblem] {
         &self.problems
     }
 
-    /// The file that an object in force comes from, with the version that was read.
+    /// Returns the file of an object in force, with the version that was read.
     pub(super) fn source(&self, target: &ObjectRef) -> Option<(&Path, Stamp)> {
         let path = self.owners.get(target)?;
         Some((path, self.files.get(path)?.read?))
     }
 
-    /// Whether what was read last is what is on disk, with all files at rest.
+    /// Returns whether the versions that were last read are the versions on disk, with all files at rest.
     pub(super) fn is_current(&self, listing: &BTreeMap<PathBuf, Stamp>) -> bool {
         listing.len() == self.files.len()
             && self.files.iter().all(|(path, file)| file.read.is_some() && listing.get(path) == file.read.as_ref())
@@ -183,7 +182,7 @@ impl UserFiles {
 }
 
 impl UserFile {
-    /// Takes the version on disk if it has rested. Returns when to check again.
+    /// Takes the version on disk if it is at rest. Returns the time to check again.
     fn present(
         &mut self,
         path: &Path,

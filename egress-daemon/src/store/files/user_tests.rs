@@ -1,4 +1,4 @@
-//! Which version of a file is in force, under a clock and texts that the tests make.
+//! Tests of the version of a file that is in force, with the tests' own clock and texts.
 
 use super::parse::{Parser, is_name};
 use super::user::{GRACE, Now, REST, Stamp, Texts, UserFiles};
@@ -68,7 +68,7 @@ impl DirectoryFixture {
         self.again = self.state.update(&listing, now, &self.parser, &(&self.files, &self.good)).again;
     }
 
-    /// Scans, and scans again as long as the state asks for it.
+    /// Scans, and repeats the scan as long as the state requests it.
     fn settle(&mut self) {
         self.look();
         while let Some(again) = self.again {
@@ -327,7 +327,7 @@ fn names_are_safe_as_file_names() {
     }
 }
 
-/// Pieces of YAML that together often parse.
+/// Generates pieces of YAML that together often parse.
 fn fragments() -> impl Strategy<Value = Vec<u8>> {
     let piece = prop_oneof![
         prop::collection::vec(any::<u8>(), 0..12),
@@ -378,7 +378,7 @@ proptest! {
         prop_assert_eq!(serde_saphyr::from_str::<serde_json::Value>(&yaml).unwrap(), value);
     }
 
-    /// Whatever users write and whenever: the version in force is always a complete one that was written.
+    /// Whatever users write and whenever, the version in force is always a complete written version.
     #[test]
     fn only_whole_versions_are_ever_in_force(
         steps in prop::collection::vec((0..3usize, 0..4usize, 0..500u64), 1..40)

@@ -1,4 +1,4 @@
-//! Writes of one object, compared and swapped under the lock.
+//! Writes of one object, with compare-and-swap under the lock.
 
 use super::Files;
 use super::parse::is_name;
@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use std::fs;
 use std::io;
 
-/// The metadata that the store sets, not the writer.
+/// The metadata that the store sets instead of the writer.
 const OURS: [&str; 4] = ["uid", "creationTimestamp", "generation", "resourceVersion"];
 
 impl Files {
@@ -23,7 +23,7 @@ impl Files {
         self.show(verb, &target, written)
     }
 
-    /// Rejects what would break rules.
+    /// Rejects writes that would break rules.
     fn admit(&self, verb: Verb, target: &ObjectRef, value: &mut Value) -> Result<(), StoreError> {
         let refuse = |violations| Err(StoreError::Refused { object: target.clone(), violations });
         let one = |field: &str, message: &str, remedy: &str| {
@@ -37,14 +37,13 @@ impl Files {
         }
         let mut violations = if verb == Verb::Delete { Vec::new() } else { self.parser.check(value) };
         if target.kind.is_users() {
-            // Only the status is stored. The rest is what a user wrote, checked against its own version when the file was
-            // read.
+            // Only the status is stored. The rest is the user's, and was checked against its own API version when the file was read.
             violations.retain(|violation| violation.field.starts_with("status"));
         }
         if violations.is_empty() { Ok(()) } else { refuse(violations) }
     }
 
-    /// Writes if nobody else did. Returns what is then stored, or what was deleted.
+    /// Writes if no other writer did since the read. Returns the stored or deleted object or record.
     fn swap(&self, verb: Verb, target: &ObjectRef, wanted: &Value, guard: Option<&Guard>) -> Result<Value, StoreError> {
         let unavailable =
             |error: io::Error| StoreError::Unavailable { object: target.clone(), message: error.to_string() };
@@ -92,7 +91,7 @@ impl Files {
         Ok(next)
     }
 
-    /// Puts a write into the view, unless the view is ahead of it; returns the whole object.
+    /// Adds a write to the view, unless the view is ahead of it. Returns the whole object.
     fn show(&self, verb: Verb, target: &ObjectRef, written: Value) -> Result<Value, StoreError> {
         let mut whole = written;
         let seen = self.view().get(target.kind, &target.key).and_then(|object| target.kind.encode(&object));
@@ -122,7 +121,7 @@ impl Files {
     }
 }
 
-/// Whether somebody holds a lease, in this epoch.
+/// Returns whether the lease has a holder and this epoch.
 fn is_held(lease: &Value, epoch: u64) -> bool {
     lease.pointer("/spec/leaseTransitions").and_then(Value::as_u64) == Some(epoch)
         && lease.pointer("/spec/holderIdentity").and_then(Value::as_str).is_some_and(|holder| !holder.is_empty())
@@ -138,7 +137,7 @@ fn with_status(mut value: Value, status: Option<&Value>) -> Value {
     value
 }
 
-/// The metadata that the store is responsible for, from the current object or new.
+/// Sets the metadata that the store controls, from the current object or new.
 fn with_metadata(mut value: Value, current: Option<&Value>, target: &ObjectRef) -> Value {
     let old: Map<String, Value> =
         current.and_then(|current| current.get("metadata")).and_then(Value::as_object).cloned().unwrap_or_default();

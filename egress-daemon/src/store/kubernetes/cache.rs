@@ -1,7 +1,7 @@
-//! What is known of a cluster's objects. Watches update it; our own writes are in it when they return.
+//! The cache of a cluster's objects. Watches update it, and a write of this process is in it when the write returns.
 //!
-//! Invariant: an object never goes back to an older version, and one that is gone does not come back, in whatever order answers
-//! and notices arrive. This needs resourceVersions that are ordered numbers, as in Kubernetes.
+//! Invariant: an object never goes back to an older version, and a removed object does not come back, whatever the order of answers
+//! and notices. This requires resourceVersions that are ordered numbers, as in Kubernetes.
 
 use super::trim::{is_trimmed, trim, version};
 use crate::store::kind::Erased;
@@ -26,12 +26,12 @@ pub(super) struct Cache {
 struct CacheState {
     view: StoreView,
     kinds: BTreeMap<Kind, Progress>,
-    /// Objects that cannot be understood. Their last good version is in force; where we write the status, with the version and the status of
-    /// what is not understood.
+    /// Objects that cannot be decoded. Their last good version is in force. For kinds whose status Spillway writes, it has the version and
+    /// the status of the object that cannot be decoded.
     problems: BTreeMap<ObjectRef, StoreProblem>,
-    /// When the last successful renewal of each of our own leases was sent.
+    /// The time when the last successful renewal of each lease of this process was sent.
     renewed: BTreeMap<Key, Instant>,
-    /// Whether the API server did not answer the last request.
+    /// Whether the API server has not answered the last request.
     unanswered: bool,
 }
 
@@ -40,31 +40,29 @@ struct CacheState {
 struct Progress {
     /// Whether it has been listed.
     ready: bool,
-    /// Whether only a part of its objects is followed.
+    /// Whether only part of its objects is followed.
     part: bool,
     /// Whether all of its objects have been listed.
     whole: bool,
-    /// The fields of its status that its definition lacks, which may be another system's; `None` if it has no status at
-    /// all.
+    /// The fields of its status that its definition, perhaps another system's, lacks; `None` if the definition has no status at all.
     lacking: Option<BTreeSet<String>>,
-    /// How many answers and notices the API server has sent.
+    /// The number of answers and notices from the API server.
     heard: u64,
-    /// What is being listed, for kinds whose objects may have been written here meanwhile.
+    /// The objects of a list that is in progress, for kinds whose objects this process may write meanwhile.
     listing: BTreeMap<Key, Value>,
-    /// What has been listed so far of the other kinds: a whole list of them, as the API server sends it, may not fit
-    /// into memory.
+    /// The keys of a list that is in progress, for the other kinds: a whole list as the API server sends it may not fit into memory.
     listed: BTreeSet<Key>,
-    /// Objects that we wrote since the list began: it may not have them.
+    /// Objects that this process has written since the list began, which may lack them.
     written: BTreeSet<Key>,
-    /// Objects that are gone, about which older notices and answers to our writes may still arrive.
+    /// Removed objects, about which older notices and answers to writes may still arrive.
     gone: Recent,
 }
 
-/// How many removed objects of each kind are remembered: more than can be removed during the few seconds of a write.
+/// The number of removed objects of each kind that are remembered: more than can be removed during the few seconds of a write.
 const RECENT: usize = 4_096;
 
-/// The last uids of many, each with the version at which its object went. A later one is of an object that is followed again: one goes, too,
-/// if it loses the label by which it was selected.
+/// The uids of recently removed objects, each with its version at removal. A later version means that the object is followed again: an
+/// object is also removed if it loses the label that selected it.
 #[derive(Debug, Default)]
 struct Recent {
     order: VecDeque<String>,
@@ -100,7 +98,7 @@ impl Default for Progress {
     }
 }
 
-/// A version as a number.
+/// Parses a version as a number.
 fn number(version: &str) -> u64 {
     version.parse().unwrap_or(0)
 }
@@ -119,7 +117,7 @@ impl Cache {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the state, and tells the readers if that made a difference.
+    /// Changes the state, and notifies the readers if `change` returns true.
     fn update(&self, change: impl FnOnce(&mut CacheState) -> bool) {
         if change(&mut self.state()) {
             self.changes.send_modify(|count| *count = count.wrapping_add(1));
@@ -150,17 +148,17 @@ impl Cache {
         self.state().kinds.get(&kind).map_or(0, |progress| progress.heard)
     }
 
-    /// Records whether only a part of a kind's objects is followed from now on.
+    /// Records whether only part of a kind's objects is followed from now on.
     pub(super) fn follow(&self, kind: Kind, part: bool) {
         self.state().kinds.entry(kind).or_default().part = part;
     }
 
-    /// Whether only a part of a kind's objects is followed.
+    /// Returns whether only part of a kind's objects is followed.
     pub(super) fn is_part(&self, kind: Kind) -> bool {
         self.state().kinds.get(&kind).is_some_and(|progress| progress.part)
     }
 
-    /// Whether all objects of a kind are known.
+    /// Returns whether all objects of a kind are known.
     pub(super) fn is_whole(&self, kind: Kind) -> bool {
         self.state().kinds.get(&kind).is_some_and(|progress| progress.whole)
     }
@@ -169,7 +167,7 @@ impl Cache {
         self.state().problems.values().cloned().collect()
     }
 
-    /// Whether the API server answered the last request.
+    /// Returns whether the API server answered the last request.
     pub(super) fn is_connected(&self) -> bool {
         !self.state().unanswered
     }
@@ -179,18 +177,18 @@ impl Cache {
         self.update(|state| std::mem::replace(&mut state.unanswered, !answers) == answers);
     }
 
-    /// Which of the kinds have not been listed yet.
+    /// Returns the kinds that have not been listed yet.
     pub(super) fn missing(&self, kinds: &[Kind]) -> Vec<Kind> {
         let state = self.state();
         kinds.iter().copied().filter(|kind| !state.kinds.get(kind).is_some_and(|progress| progress.ready)).collect()
     }
 
-    /// Records that the cluster does not know a kind (yet): nobody need wait for its objects.
+    /// Records that the cluster does not (yet) know a kind, so that no caller waits for its objects.
     pub(super) fn absent(&self, kind: Kind) {
         self.update(|state| !std::mem::replace(&mut state.kinds.entry(kind).or_default().ready, true));
     }
 
-    /// Records which fields of a kind's status its definition does not have; `None` stands for the whole status.
+    /// Records the fields of a kind's status that its definition does not have; `None` means the whole status.
     pub(super) fn lacks(&self, kind: Kind, fields: Option<Vec<String>>) {
         let mut state = self.state();
         let lacking = &mut state.kinds.entry(kind).or_default().lacking;
@@ -201,7 +199,7 @@ impl Cache {
         }
     }
 
-    /// The part of a status that can be written, as far as is known.
+    /// Returns the part of a status that can be written, as far as is known.
     pub(super) fn writable(&self, kind: Kind, mut status: Value) -> Option<Value> {
         let state = self.state();
         let lacking = state.kinds.get(&kind).map(|progress| &progress.lacking);
@@ -216,7 +214,7 @@ impl Cache {
     pub(super) fn notice(&self, kind: Kind, event: Event<Value>) {
         self.update(|state| {
             let progress = state.kinds.entry(kind).or_default();
-            // A list that begins has not been answered yet.
+            // The API server has not yet answered a list that begins.
             let answered = !matches!(event, Event::Init);
             progress.heard += u64::from(answered);
             let answers_again = answered && std::mem::take(&mut state.unanswered);
@@ -262,8 +260,8 @@ impl Cache {
         });
     }
 
-    /// Takes in a list that was requested apart from the watch; `at` is its resourceVersion, and `part` whether it lists only a part of the
-    /// kind's objects. Returns false if more is followed meanwhile.
+    /// Takes in a list that was requested apart from the watch. `at` is its resourceVersion, and `part` whether it lists only part of the
+    /// kind's objects. Returns false if the followed part has changed meanwhile.
     pub(super) fn listed(&self, kind: Kind, objects: Vec<Value>, part: bool, at: &str) -> bool {
         let objects = objects.into_iter().map(|object| (key_of(&object), object)).collect();
         let mut lists_enough = true;
@@ -274,7 +272,7 @@ impl Cache {
         lists_enough
     }
 
-    /// Takes in the result of one of our writes, or an object that was read because of one.
+    /// Takes in the result of a write of this process, or an object that was read because of a write.
     pub(super) fn wrote(&self, kind: Kind, object: Value) {
         self.update(|state| {
             let key = key_of(&object);
@@ -283,7 +281,7 @@ impl Cache {
         });
     }
 
-    /// Records that an object is gone, by our own deletion or according to the answer to a write.
+    /// Records that an object is gone, because this process deleted it or according to the answer to a write.
     pub(super) fn gone(&self, target: &ObjectRef, object: &Value) {
         self.update(|state| {
             state.kinds.entry(target.kind).or_default().gone.insert(uid(object), u64::MAX);
@@ -291,21 +289,21 @@ impl Cache {
         });
     }
 
-    /// Records that a renewal of one of our own leases, sent at this time, succeeded.
+    /// Records that the renewal of a lease of this process, sent at this time, succeeded.
     pub(super) fn renewed(&self, lease: &Key, sent: Instant) {
         self.state().renewed.insert(lease.clone(), sent);
     }
 
-    /// When the last successful renewal of a lease was sent from here.
+    /// Returns the time when this process sent the last successful renewal of a lease.
     pub(super) fn last_renewal(&self, lease: &Key) -> Option<Instant> {
         self.state().renewed.get(lease).copied()
     }
 }
 
 impl CacheState {
-    /// Sets an object unless a newer version of it is known; returns whether that made a difference.
+    /// Sets an object unless a newer version of it is known. Returns whether anything changed.
     fn set(&mut self, kind: Kind, key: Key, mut object: Value) -> bool {
-        // Objects that we do not write come only from the watch, and in order.
+        // Objects of kinds that Spillway does not write come only from the watch, in order.
         let new = number(version(&object));
         let gone = self.kinds.get(&kind).and_then(|progress| progress.gone.all.get(uid(&object)));
         if gone.is_some_and(|at| new <= *at) {
@@ -339,8 +337,8 @@ impl CacheState {
         }
     }
 
-    /// The present object with the version and the status of a newer one. A write of its status would meet a conflict otherwise, and its
-    /// author would not be told what is wrong. A status that is not understood either is to be written anew.
+    /// Returns the present object with the version and the status of a newer one. Otherwise a write of the status would conflict, and the
+    /// user would not learn of the problem. A status that cannot be decoded either is dropped, so that it is written anew.
     fn with_status(&self, target: &ObjectRef, version: String, status: Value) -> Option<Item> {
         let mut value = target.kind.encode(&self.view.get(target.kind, &target.key)?)?;
         value["metadata"]["resourceVersion"] = version.clone().into();
@@ -351,14 +349,14 @@ impl CacheState {
         Some(Item { version, object: object? })
     }
 
-    /// Removes an object if its version is old enough; returns whether that made a difference.
+    /// Removes an object if its version is old enough. Returns whether anything changed.
     fn remove(&mut self, kind: Kind, key: &Key, is_old: impl FnOnce(&str) -> bool) -> bool {
         let mended = self.problems.remove(&ObjectRef { kind, key: key.clone() }).is_some();
         let old = self.view.version(kind, key).is_some_and(|present| is_trimmed(kind) || is_old(present));
         (old && self.view.set(kind, key.clone(), None)) || mended
     }
 
-    /// Removes the objects of a trimmed kind that are not in a list; returns whether there were any.
+    /// Removes the objects of a trimmed kind that are not in a list. Returns whether there were any.
     fn keep(&mut self, kind: Kind, listed: &BTreeSet<Key>) -> bool {
         let gone: Vec<Key> = self.view.keys(kind).into_iter().filter(|key| !listed.contains(key)).collect();
         for key in &gone {
@@ -367,7 +365,7 @@ impl CacheState {
         !gone.is_empty()
     }
 
-    /// Replaces the objects of a kind with those of a list, except those that are newer than the list (`is_old`).
+    /// Replaces the objects of a kind with the objects of a list, except objects that are newer than the list (`is_old` is false).
     fn replace(&mut self, kind: Kind, objects: BTreeMap<Key, Value>, is_old: impl Fn(&Key, &str) -> bool) -> bool {
         let mut changed = false;
         for key in self.view.keys(kind) {

@@ -1,4 +1,4 @@
-//! Notices, lists and answers in orders that a busy API server makes of them.
+//! Notices, lists and answers in the orders in which a busy API server may send them.
 
 use super::*;
 use egress_objects::api::EgressIPPool;
@@ -145,7 +145,7 @@ fn a_watch_event_proves_that_the_api_server_answers_and_a_started_list_does_not(
     changes.mark_unchanged();
     cache.notice(Kind::EgressIP, Event::Init);
     assert!(!cache.is_connected() && !changes.has_changed().unwrap());
-    // The only news is that it answers.
+    // The only change is that the API server answers.
     cache.notice(Kind::EgressIP, Event::InitApply(ip("a", "1", 3)));
     assert!(cache.is_connected() && changes.has_changed().unwrap());
 }
@@ -164,7 +164,7 @@ fn an_object_that_is_not_understood_spoils_nothing_and_its_last_good_version_sta
     assert!(is(&cache, &[("a", "7"), ("b", "5")]) && cache.problems().is_empty());
 }
 
-/// The controller writes there what is wrong.
+/// The controller reports the problem in the status.
 #[test]
 fn the_status_of_a_pool_that_is_not_understood_can_be_written() {
     let cache = Cache::default();

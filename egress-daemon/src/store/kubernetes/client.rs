@@ -1,4 +1,4 @@
-//! The connection to an API server: where it is, who we are, and how soon a dead connection is noticed.
+//! The connection to an API server: its address, the credentials, and the detection of dead connections.
 
 use hyper_util::client::legacy::{Client as Http, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
@@ -9,15 +9,15 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tower::{BoxError, ServiceBuilder};
 
-/// How long connecting may take.
+/// The timeout for connecting.
 const CONNECT: Duration = Duration::from_secs(2);
-/// A connection that has been silent for this long is probed: watches may be silent for minutes.
+/// The silence after which a connection is probed, since watches may be silent for minutes.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// How often it is probed, and how many unanswered probes mean that it is dead.
+/// The interval of probes, and the number of unanswered probes after which the connection is dead.
 const KEEPALIVE_EVERY: Duration = Duration::from_secs(1);
 const KEEPALIVE_MISSES: u32 = 3;
 
-/// Why there is no connection.
+/// The reason why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The kubeconfig does not name a cluster.
@@ -25,7 +25,7 @@ pub enum ConnectError {
     Kubeconfig {
         /// The file.
         file: PathBuf,
-        /// What is wrong with it.
+        /// The defect.
         error: Box<KubeconfigError>,
     },
     /// This process is not in a pod, or its service account is not mounted.
@@ -39,7 +39,7 @@ pub enum ConnectError {
     Client(Box<kube::Error>),
 }
 
-/// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects on first use.
+/// Returns a client for the cluster of a kubeconfig, or for the cluster in which this pod runs. Connects on first use.
 pub(super) async fn connect(kubeconfig: Option<&Path>) -> Result<Client, ConnectError> {
     match kubeconfig {
         Some(file) => connect_by(file, Kubeconfig::read_from(file), None).await,
@@ -47,7 +47,7 @@ pub(super) async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Connect
     }
 }
 
-/// A client for the cluster that `kubectl` with these options uses. In a pod without a kubeconfig that is the pod's own.
+/// Returns a client for the cluster that `kubectl` would use with these options. In a pod without a kubeconfig, that is the pod's cluster.
 pub(super) async fn connect_as_kubectl(
     kubeconfig: Option<&Path>,
     context: Option<&str>,
@@ -91,7 +91,7 @@ fn client(config: &Config) -> kube::Result<Client> {
     http.set_keepalive(Some(KEEPALIVE));
     http.set_keepalive_interval(Some(KEEPALIVE_EVERY));
     http.set_keepalive_retries(Some(KEEPALIVE_MISSES));
-    // For unacknowledged data: keep-alive probes are not sent meanwhile.
+    // The same limit for unacknowledged data, during which no keep-alive probes are sent.
     http.set_tcp_user_timeout(Some(KEEPALIVE + KEEPALIVE_EVERY * KEEPALIVE_MISSES));
     let https = config.rustls_https_connector_with_connector(http)?;
     let service = ServiceBuilder::new()

@@ -1,4 +1,4 @@
-//! Watches: one task for each kind, which never gives up.
+//! Watches: one task for each kind, which retries forever.
 
 use super::cache::Cache;
 use super::namespace_of;
@@ -16,52 +16,52 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a request may take.
+/// The timeout of a request.
 const REQUEST: Duration = Duration::from_secs(10);
-/// How soon a failed watch is retried, at first and at most. Half of the delay is random, so that thousands of agents do not query a
-/// returning API server at the same moment.
+/// The first and the maximum delay before a failed watch is retried. Half of the delay is random, so that thousands of agents do not query
+/// a returning API server at the same moment.
 const RETRY: Duration = Duration::from_millis(100);
 const RETRY_AT_MOST: Duration = Duration::from_secs(10);
-/// How often the API server is checked for an answer. An idle agent sends no other requests.
+/// The interval at which the API server is checked for an answer. An idle agent sends no other requests.
 const ASK: Duration = Duration::from_secs(20);
-/// How often the cluster is checked for an optional kind that it lacked.
+/// The interval at which the cluster is checked for an optional kind that it lacked.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
-/// What is watched.
+/// The objects that are watched.
 #[derive(Clone, Debug)]
 pub(super) struct Watched {
     pub(super) kind: Kind,
     which: Which,
 }
 
-/// Which objects of a kind are watched.
+/// The selection among the objects of a kind.
 #[derive(Clone, Debug)]
 enum Which {
-    /// All that we may see.
+    /// All objects that this process may read.
     All,
-    /// Those with these field values.
+    /// The objects with these field values.
     Fields(String),
     /// The EgressNodes that the agent of this node needs.
     NeededBy(String),
 }
 
 impl Watched {
-    /// All objects of a kind that we may see.
+    /// Selects all objects of a kind that this process may read.
     pub(super) fn all(kind: Kind) -> Self {
         Watched { kind, which: Which::All }
     }
 
-    /// Those with these field values.
+    /// Selects the objects with these field values.
     pub(super) fn fields(kind: Kind, selector: String) -> Self {
         Watched { kind, which: Which::Fields(selector) }
     }
 
-    /// The EgressNodes that the agent of a node needs.
+    /// Selects the EgressNodes that the agent of a node needs.
     pub(super) fn needed_by(node: &str) -> Self {
         Watched { kind: Kind::EgressNode, which: Which::NeededBy(node.to_owned()) }
     }
 
-    /// How they are watched.
+    /// Returns the configuration of the watch.
     fn config(&self, part: bool) -> watcher::Config {
         let params = self.params(part);
         watcher::Config {
@@ -71,7 +71,7 @@ impl Watched {
         }
     }
 
-    /// How they are listed.
+    /// Returns the parameters of a list request.
     fn params(&self, part: bool) -> ListParams {
         match &self.which {
             Which::NeededBy(node) if part => ListParams::default().labels(&EgressNode::followed_from(node)),
@@ -80,7 +80,7 @@ impl Watched {
         }
     }
 
-    /// The node whose agent needs only some objects.
+    /// Returns the node whose agent needs only some objects, if that is the selection.
     fn node(&self) -> Option<&str> {
         match &self.which {
             Which::NeededBy(node) => Some(node),
@@ -89,12 +89,12 @@ impl Watched {
     }
 }
 
-/// The API of a kind.
+/// Returns the API of a kind.
 fn api(client: Client, kind: Kind) -> Api<DynamicObject> {
     of_kind(client, kind, &kind.resource())
 }
 
-/// The same with one of the kind's versions.
+/// Returns the API of a kind in one of its versions.
 pub(super) fn of_kind(client: Client, kind: Kind, version: &ApiResource) -> Api<DynamicObject> {
     match namespace_of(kind) {
         Some(namespace) => Api::namespaced_with(client, namespace, version),
@@ -102,17 +102,17 @@ pub(super) fn of_kind(client: Client, kind: Kind, version: &ApiResource) -> Api<
     }
 }
 
-/// The JSON of an object, with the kind that objects in lists lack.
+/// Returns the JSON of an object, with the apiVersion and kind that objects in lists lack.
 pub(super) fn value(kind: Kind, object: &DynamicObject) -> Value {
-    // Numbers, texts and maps with texts as keys cannot fail.
+    // Serialising numbers, texts and maps with texts as keys cannot fail.
     let mut value = serde_json::to_value(object).unwrap_or_default();
     value["apiVersion"] = Value::from(kind.api_version());
     value["kind"] = Value::from(kind.name());
     value
 }
 
-/// Follows the objects of a kind. An agent that needs all EgressNodes follows them until it ends: its node may forward for a while after it
-/// ceased to be a gateway, and may become one again.
+/// Follows the objects of a kind. An agent that once needs all EgressNodes follows all until it exits: its node may forward for a while
+/// after it has ceased to be a gateway, and may become a gateway again.
 pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) {
     let kind = watched.kind;
     if let Some(node) = watched.node() {
@@ -131,7 +131,7 @@ pub(super) async fn follow(client: Client, watched: Watched, cache: Arc<Cache>) 
     take_in(&client, &watched, false, &cache).await;
 }
 
-/// Waits until the agent of a node has to follow all EgressNodes: it needs all, or one that exists and that the label does not select.
+/// Waits until the agent of a node must follow all EgressNodes: it needs all, or one that exists but is not selected by its label.
 async fn all_needed(api: &Api<DynamicObject>, kind: Kind, node: &str, cache: &Cache) {
     let patience = patience(chance());
     while let Needed::Missing(names) = more_needed(node, cache, patience).await {
@@ -147,7 +147,7 @@ async fn all_needed(api: &Api<DynamicObject>, kind: Kind, node: &str, cache: &Ca
     }
 }
 
-/// Takes in what happens to objects.
+/// Takes in the events of a watch.
 async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) {
     let kind = watched.kind;
     let mut events = pin!(watcher(api(client.clone(), kind), watched.config(part)));
@@ -191,7 +191,7 @@ async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) 
     }
 }
 
-/// Checks periodically whether the API server answers: a frozen one keeps its connections, and watches are silent as if nothing had
+/// Checks periodically whether the API server answers. A frozen server keeps its connections, and its watches are silent as if no object
 /// changed.
 pub(super) async fn ask(client: Client, cache: Arc<Cache>) {
     loop {
@@ -200,7 +200,7 @@ pub(super) async fn ask(client: Client, cache: Arc<Cache>) {
     }
 }
 
-/// Lists the objects again, apart from the watch, until that succeeds.
+/// Lists the objects again, apart from the watch. Retries until a list succeeds.
 pub(super) async fn list_again(client: Client, watched: Watched, cache: Arc<Cache>) {
     let kind = watched.kind;
     let api = api(client, kind);
@@ -214,18 +214,18 @@ pub(super) async fn list_again(client: Client, watched: Watched, cache: Arc<Cach
     }
 }
 
-/// Selects one object: who may list need not be allowed to `get`.
+/// Selects one object in a list, since a role that may list may lack the right to `get`.
 pub(super) fn by_name(name: &str) -> ListParams {
     ListParams::default().fields(&format!("metadata.name={name}"))
 }
 
-/// The JSON of the object with this name, if there is one. Asks until the API server answers.
+/// Returns the JSON of the object with this name, if there is one. Retries until the API server answers.
 async fn named(api: &Api<DynamicObject>, kind: Kind, name: &str) -> Option<Value> {
     let found = list(api, kind, &by_name(name)).await?;
     found.items.first().map(|object| value(kind, object))
 }
 
-/// Lists objects until that succeeds; `None` if the cluster has no such kind.
+/// Lists objects, with retries until a list succeeds; `None` if the cluster has no such kind.
 async fn list(api: &Api<DynamicObject>, kind: Kind, params: &ListParams) -> Option<ObjectList<DynamicObject>> {
     let mut retry = Retry::default();
     loop {
@@ -239,7 +239,7 @@ async fn list(api: &Api<DynamicObject>, kind: Kind, params: &ListParams) -> Opti
     }
 }
 
-/// The API server's part of what went wrong with a watch.
+/// Returns the error of a request to the API server, if that is why a watch failed.
 fn of_api(error: &watcher::Error) -> Option<&Error> {
     match error {
         watcher::Error::InitialListFailed(error)
@@ -249,13 +249,13 @@ fn of_api(error: &watcher::Error) -> Option<&Error> {
     }
 }
 
-/// Whether the API server itself has answered, with any result: not a load balancer in front of it, and not an error of its
-/// database.
+/// Returns whether the API server itself has answered, with any result. An answer of a load balancer in front of it, or an error of its
+/// database, does not count.
 fn is_answer(error: &Error) -> bool {
     matches!(error, Error::Api(status) if status.code < 500)
 }
 
-/// Whether the API server answers now.
+/// Returns whether the API server answers now.
 async fn answers(client: &Client) -> bool {
     match tokio::time::timeout(REQUEST, client.apiserver_version()).await {
         Ok(answer) => answer.err().is_none_or(|error| is_answer(&error)),
@@ -263,17 +263,17 @@ async fn answers(client: &Client) -> bool {
     }
 }
 
-/// Whether the cluster has no such kind.
+/// Returns whether the cluster has no such kind.
 fn is_unknown(error: Option<&Error>) -> bool {
     matches!(error, Some(Error::Api(status)) if status.code == 404)
 }
 
-/// Whether the cluster has no such kind, or denies us access to it.
+/// Returns whether the cluster has no such kind, or denies access to it.
 fn is_closed(error: Option<&Error>) -> bool {
     matches!(error, Some(Error::Api(status)) if matches!(status.code, 403 | 404))
 }
 
-/// What to do about a watch that fails.
+/// Describes why a watch fails, and the remedy.
 fn reason(kind: Kind, error: &watcher::Error) -> String {
     let folder =
         if kind.is_foreign() { "kubectl apply -f manifests/crds/foreign/" } else { "kubectl apply -k manifests/" };
@@ -289,7 +289,7 @@ fn reason(kind: Kind, error: &watcher::Error) -> String {
     }
 }
 
-/// Where the rights to a kind are defined.
+/// Returns the place where the rights to a kind are defined.
 fn roles_of(kind: Kind) -> &'static str {
     match kind {
         Kind::CiliumEgressGatewayPolicy => "the component manifests/components/cilium",
@@ -298,13 +298,13 @@ fn roles_of(kind: Kind) -> &'static str {
     }
 }
 
-/// A random number from 0 to 1.
+/// Returns a random number from 0 to 1.
 fn chance() -> f64 {
-    // Each hasher state has keys of its own.
+    // Each hasher state has its own keys.
     f64::from(RandomState::new().hash_one(0) as u32) / f64::from(u32::MAX)
 }
 
-/// Backs off with each failure, and logs the first one.
+/// Backs off with each failure, and logs the first failure.
 #[derive(Default)]
 struct Retry {
     failures: u32,
@@ -320,7 +320,7 @@ impl Retry {
         tokio::time::sleep(pause / 2 + (pause / 2).mul_f64(chance())).await;
     }
 
-    /// Records a success. Returns whether anything had failed before.
+    /// Records a success. Returns whether it follows a failure.
     fn is_over(&mut self) -> bool {
         std::mem::take(&mut self.failures) > 0
     }

@@ -1,9 +1,9 @@
 //! The store on the Kubernetes API: one watch for each kind that the reader needs, and writes that compare and swap on
 //! `metadata.resourceVersion`.
 //!
-//! While the API server does not answer, the cache stays as it is, and watches and leases are retried. A lease cannot
-//! fence a write of another object there: a leader checks before each write that it has renewed its lease recently. A
-//! write that arrives later conflicts with what the next leader wrote, or is seen and planned anew.
+//! While the API server does not answer, the cache stays as it is, and watches and leases are retried. In Kubernetes, a lease cannot fence
+//! a write of another object, so a leader checks before each write that it has renewed its lease recently. A write that arrives later
+//! conflicts with a write of the next leader, or the next leader sees it and plans anew.
 
 mod cache;
 mod client;
@@ -29,22 +29,22 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-/// How often waiting for the API server is logged.
+/// The interval of log messages while waiting for the API server.
 const COMPLAIN: Duration = Duration::from_secs(10);
-/// How many notes wait to be sent; more are dropped.
+/// The maximum number of notes that wait to be sent. Further notes are dropped.
 const NOTES: usize = 256;
 
-/// Who reads: an agent must not follow what only the controller needs.
+/// The reader of a store. An agent must not follow objects that only the controller needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reader {
-    /// The agent of this node: all objects but the pods and Leases of other nodes, and, unless it is a gateway, most of their EgressNodes.
+    /// The agent of this node: all objects except CNIs' kinds, other nodes' pods and Leases, and, if not a gateway, most EgressNodes.
     Agent(String),
-    /// A controller: all objects.
+    /// A controller: all objects except ServiceCIDRs.
     Controller,
 }
 
 impl Reader {
-    /// The name under which its writes are known in `metadata.managedFields`, and as the source of Events.
+    /// Returns the name of its writes in `metadata.managedFields`, and of the source of its Events.
     fn name(&self) -> &'static str {
         match self {
             Reader::Agent(_) => "spillway-agent",
@@ -62,7 +62,7 @@ impl Reader {
             (Reader::Controller, Kind::ServiceCIDR) => None,
             _ => Some(Watched::all(kind)),
         };
-        // The controller tells agents what CNIs say.
+        // The controller passes the networks that CNIs name to agents.
         let networks = Kind::of_networks().filter(|_| *self == Reader::Controller);
         Kind::native().chain(foreign.iter().copied()).chain(networks).filter_map(watched).collect()
     }
@@ -74,26 +74,26 @@ pub struct Kubernetes {
     writer: &'static str,
     cache: Arc<Cache>,
     notes: mpsc::Sender<Note>,
-    /// What is followed.
+    /// The objects that are followed.
     watched: Vec<Watched>,
-    /// Ends with the store.
+    /// The tasks, which end with the store.
     _tasks: JoinSet<()>,
 }
 
 impl Kubernetes {
-    /// A client for the cluster of a kubeconfig, or for the one that this pod runs in. Connects on first use.
+    /// Returns a client for the cluster of a kubeconfig, or for the cluster in which this pod runs. Connects on first use.
     pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ConnectError> {
         client::connect(kubeconfig).await
     }
 
-    /// A client for the cluster that `kubectl` with these options uses: from the kubeconfig, from those that `$KUBECONFIG` names, or
-    /// from `~/.kube/config`. In a pod without a kubeconfig that is the pod's own cluster.
+    /// Returns a client for the cluster that `kubectl` would use with these options: from the kubeconfig, from the files that `$KUBECONFIG`
+    /// names, or from `~/.kube/config`. In a pod without a kubeconfig, that is the pod's cluster.
     pub async fn client_as_kubectl(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Client, ConnectError> {
         client::connect_as_kubectl(kubeconfig, context).await
     }
 
-    /// Waits until everything that the reader needs has been listed, however long that takes; for `foreign` kinds,
-    /// those that the cluster knows. The store's cache follows the cluster until its last clone is dropped.
+    /// Opens a store. Waits, without a time limit, until all kinds that the reader needs have been listed, and the `foreign` kinds that
+    /// the cluster knows. The store's cache follows the cluster until its last clone is dropped.
     pub async fn open(client: Client, reader: &Reader, foreign: &[Kind]) -> Store {
         let cache = Arc::new(Cache::default());
         let mut tasks = JoinSet::new();
@@ -182,7 +182,7 @@ impl Backend for Kubernetes {
     }
 }
 
-/// The namespace of all objects of a kind that we write.
+/// Returns the namespace of all objects of a kind that Spillway writes.
 fn namespace_of(kind: Kind) -> Option<&'static str> {
     (kind == Kind::Lease).then_some(LEASE_NAMESPACE)
 }

@@ -1,5 +1,5 @@
-//! Which EgressNodes an agent needs: those of gateways, those with networks of pods, and its own, which a label selects. Those of all nodes if
-//! its node is a gateway.
+//! The EgressNodes that an agent needs. A label selects the EgressNodes of gateways, the EgressNodes with networks of pods, and the agent's
+//! own. If the agent's node is a gateway, it needs the EgressNodes of all nodes.
 
 use super::cache::Cache;
 use crate::store::{Key, Kind};
@@ -8,25 +8,25 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// How long an object that is needed may be missing among those that the label selects, at least and at most, before the API server is
-/// asked for it. A controller of an earlier version sets no labels, and somebody may remove one.
+/// The minimum and maximum time for which a needed object may be missing among the objects that the label selects, before the API server
+/// is asked for it. A controller of an earlier version sets no labels, and a user may remove one.
 const MISSING: Duration = Duration::from_secs(10);
 const MISSING_AT_MOST: Duration = Duration::from_secs(20);
-/// How often it is examined at most while objects change.
+/// The minimum interval between checks while objects change.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What an agent needs.
+/// The objects that an agent needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Needed {
-    /// What it follows.
+    /// The objects that it follows.
     Selected,
-    /// The objects with these names, too.
+    /// In addition, the objects with these names.
     Missing(BTreeSet<String>),
     /// All objects.
     All,
 }
 
-/// What the agent of a node needs, by what is known now.
+/// Returns the objects that the agent of a node needs, according to the cache.
 pub(super) fn needed(node: &str, cache: &Cache) -> Needed {
     let get = |kind, name: &str| cache.get(kind, &Key::cluster(name));
     let own = get(Kind::EgressNode, node);
@@ -37,19 +37,19 @@ pub(super) fn needed(node: &str, cache: &Cache) -> Needed {
     if is_for_all || gateways.contains(node) {
         return Needed::All;
     }
-    // That of a node that is gone may be gone, too.
+    // The EgressNode of a removed node may also be gone.
     let is_missing = |name: &&str| get(Kind::Node, name).is_some() && get(Kind::EgressNode, name).is_none();
     let own = own.is_none().then_some(node);
     let missing: BTreeSet<String> = gateways.into_iter().filter(is_missing).chain(own).map(str::to_owned).collect();
     if missing.is_empty() { Needed::Selected } else { Needed::Missing(missing) }
 }
 
-/// How long the API server is not asked for an object that is missing. `chance`, 0 to 1, makes thousands of agents ask at different times.
+/// Returns the delay before the API server is asked for a missing object. `chance`, 0 to 1, spreads the requests of thousands of agents.
 pub(super) fn patience(chance: f64) -> Duration {
     MISSING + (MISSING_AT_MOST - MISSING).mul_f64(chance)
 }
 
-/// Waits until the agent of a node needs more than it follows: all objects, or some that have been missing for `patience`.
+/// Waits until the agent of a node needs more objects than it follows: all objects, or some that have been missing for `patience`.
 pub(super) async fn more_needed(node: &str, cache: &Cache, patience: Duration) -> Needed {
     let mut changes = cache.changes();
     let mut since: Option<Instant> = None;
@@ -60,7 +60,7 @@ pub(super) async fn more_needed(node: &str, cache: &Cache, patience: Duration) -
             more => return more,
         }
         tokio::time::sleep(LOOK).await;
-        // The last change may have been before.
+        // The last change may have happened before this wait.
         let _ = tokio::time::timeout(patience, changes.changed()).await;
     }
 }
@@ -77,7 +77,7 @@ mod tests {
             "metadata": {"name": name, "uid": name, "resourceVersion": "1", "labels": labels}})
     }
 
-    /// A cluster with the node `me` and the gateway `gw`, which carries an egress IP.
+    /// Returns a cluster with the nodes `me` and `gw`, and an egress IP that `carrier` carries.
     fn cluster(own: Option<Value>, gateway: Option<Value>, carrier: &str) -> Cache {
         let cache = Cache::default();
         let ip = json!({"apiVersion": "spillway.io/v1alpha1", "kind": "EgressIP", "spec": {"address": "192.0.2.1"},

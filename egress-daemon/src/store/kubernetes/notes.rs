@@ -1,5 +1,5 @@
-//! Events (`events.k8s.io`): what `kubectl describe` shows below an object. They are informational; what cannot be sent
-//! is dropped.
+//! Events (`events.k8s.io`), which `kubectl describe` shows below an object. They are informational: a note that cannot be sent is
+//! dropped.
 
 use super::cache::Cache;
 use crate::store::Note;
@@ -11,20 +11,20 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// How long sending one may take.
+/// The timeout for sending a note.
 const REQUEST: Duration = Duration::from_secs(5);
-/// The longest note that an API server accepts, in bytes.
+/// The maximum length of a note that an API server accepts, in bytes.
 const LONGEST: usize = 1_024;
-/// The end of a note that was cut.
+/// The end of a truncated note.
 const CUT: &str = " ...";
 
-/// Sends notes, one after the other.
+/// Sends notes sequentially.
 pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static str, mut notes: mpsc::Receiver<Note>) {
     let instance = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
     let recorder = Recorder::new(client, Reporter { controller: reporter.to_owned(), instance });
     while let Some(note) = notes.recv().await {
         let about = &note.about;
-        // The uid makes `kubectl describe` find it; an object that is gone has none.
+        // `kubectl describe` finds the event by the uid. A removed object has none in the cache.
         let object = cache.get(about.kind, &about.key).and_then(|object| about.kind.encode(&object));
         let uid = object.as_ref().and_then(|object| object.pointer("/metadata/uid")).and_then(Value::as_str);
         let reference = ObjectReference {
@@ -50,7 +50,7 @@ pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static s
     }
 }
 
-/// A message, cut to the longest that is accepted. Conditions have longer ones.
+/// Truncates a message to the accepted length. Messages of conditions may be longer.
 fn cut(message: &str) -> String {
     match message.len() <= LONGEST {
         true => message.to_owned(),
@@ -67,7 +67,7 @@ mod tests {
         let fits = "x".repeat(LONGEST);
         assert_eq!(cut(&fits), fits);
         assert_eq!(cut(&(fits.clone() + "x")), format!("{}{CUT}", &fits[CUT.len()..]));
-        // The last character would be cut in two.
+        // The last character must not be split.
         let wide = "é".repeat(LONGEST);
         let cut = cut(&format!("x{wide}"));
         assert!(cut.len() == LONGEST - 1 && cut.ends_with(&format!("é{CUT}")), "{}", cut.len());

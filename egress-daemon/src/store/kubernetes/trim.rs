@@ -1,5 +1,5 @@
-//! Which part of others' objects is kept. A pod's status changes many times for one change that matters here; what is not
-//! kept takes no memory and wakes nothing.
+//! The parts of other writers' objects that are kept. A pod's status changes many times for each change that matters here. Fields that
+//! are not kept take no memory, and their changes wake no reader.
 
 use crate::store::Kind;
 use egress_objects::api::MAX_EGRESS_IPS_ANNOTATION;
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use siphasher::sip128::{Hasher128, SipHasher13};
 use std::hash::Hasher;
 
-/// Fields by their path; `[]` stands for each element of a list.
+/// The fields that are kept, by path; `[]` means each element of a list.
 const POD: &[&str] = &[
     "metadata.name",
     "metadata.namespace",
@@ -31,7 +31,7 @@ const NODE: &[&str] = &[
     "status.conditions[].type",
     "status.conditions[].status",
 ];
-/// The annotations that are kept of a node: those that limit its egress IPs, ours and Antrea's.
+/// The annotations of a node that are kept: Spillway's and Antrea's limits on its egress IPs.
 const NODE_ANNOTATIONS: [&str; 2] = [MAX_EGRESS_IPS_ANNOTATION, "node.antrea.io/max-egress-ips"];
 const NAMESPACE: &[&str] = &["metadata.name", "metadata.uid", "metadata.labels"];
 const CALICO_POOL: &[&str] = &["metadata.name", "metadata.uid", "spec.cidr", "spec.disabled", "spec.allowedUses"];
@@ -40,7 +40,7 @@ const CILIUM_POOL: &[&str] = &["metadata.name", "metadata.uid", "spec.ipv4.cidrs
 const ANTREA_POOL: &[&str] = &["metadata.name", "metadata.uid", "spec.ipRanges"];
 const SUBNET: &[&str] = &["metadata.name", "metadata.uid", "spec.cidrBlock", "spec.vpc", "spec.vlan"];
 
-/// The fields that are kept of a kind's objects; `None`: all.
+/// Returns the fields of a kind's objects that are kept; `None` for all fields.
 fn kept(kind: Kind) -> Option<&'static [&'static str]> {
     match kind {
         Kind::Pod => Some(POD),
@@ -55,12 +55,12 @@ fn kept(kind: Kind) -> Option<&'static [&'static str]> {
     }
 }
 
-/// Whether only a part of each object is kept: of kinds that only others write.
+/// Returns whether only part of each object is kept, as for kinds that Spillway never writes.
 pub(super) fn is_trimmed(kind: Kind) -> bool {
     kept(kind).is_some()
 }
 
-/// Removes what is not kept, and returns what distinguishes two versions.
+/// Removes the fields that are not kept. Returns a text that distinguishes versions of the object.
 pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
     let Some(kept) = kept(kind) else {
         if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
@@ -94,7 +94,7 @@ pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
         && let Some(spec) =
             small.as_object_mut().map(|pod| pod.entry("spec").or_insert_with(|| Value::Object(Map::new())))
     {
-        // A list that a pod must have.
+        // A pod must have this list.
         spec["containers"] = Value::Array(Vec::new());
     }
     *object = small;
@@ -104,7 +104,7 @@ pub(super) fn trim(kind: Kind, object: &mut Value) -> String {
     format!("{:016x}{:016x}", digest.h1, digest.h2)
 }
 
-/// The resourceVersion of an object; empty if it has none.
+/// Returns the resourceVersion of an object; empty if it has none.
 pub(super) fn version(object: &Value) -> &str {
     object.pointer("/metadata/resourceVersion").and_then(Value::as_str).unwrap_or_default()
 }

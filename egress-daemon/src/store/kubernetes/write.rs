@@ -1,7 +1,7 @@
-//! Writes: each compares and swaps on the resourceVersion that the writer read.
+//! Writes, with compare-and-swap on the resourceVersion that the writer read.
 //!
-//! Our own objects are replaced. The status of an object that a user writes is applied (server-side apply) as the fields
-//! of our own manager, so that `kubectl` can tell who owns which field.
+//! Spillway's own objects are replaced. The status of a user's object is applied (server-side apply) with Spillway's field manager, so
+//! that `kubectl` shows the owner of each field.
 
 use super::cache::Cache;
 use super::follow::{by_name, of_kind, value};
@@ -18,10 +18,10 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a write may take.
+/// The timeout of a write.
 const REQUEST: Duration = Duration::from_secs(5);
 
-/// Writes, and returns the object as the API server then has it.
+/// Writes an object, and returns it as the API server has stored it.
 pub(super) async fn write(
     client: Client,
     writer: &'static str,
@@ -35,7 +35,7 @@ pub(super) async fn write(
     if verb == Verb::ReplaceStatus && target.kind.is_foreign() && !differs(&cache, &target, &object) {
         return Ok(object);
     }
-    // The writer saw no object, and somebody has made one. The API server would call an update invalid, and delete without a condition.
+    // The writer saw no object, but one now exists. The API server would reject an update as invalid, and would delete unconditionally.
     if verb != Verb::Create && version(&object).is_empty() {
         return Err(StoreError::Conflict(target));
     }
@@ -54,7 +54,7 @@ pub(super) async fn write(
         Ok(Err(Error::Api(status)))
             if verb == Verb::ReplaceStatus && target.kind.is_foreign() && status.code == 404 =>
         {
-            // The answer is the same for an object that is gone and for a definition without a status.
+            // The answer is the same for a removed object and for a definition without a status.
             match tokio::time::timeout(REQUEST, api.list_metadata(&by_name(&target.key.name))).await {
                 Ok(Ok(list)) if !list.items.is_empty() => {}
                 _ => return Err(StoreError::NotFound(target)),
@@ -66,7 +66,7 @@ pub(super) async fn write(
             let refused = refusal(verb, target, error);
             match &refused {
                 StoreError::NotFound(target) => cache.gone(target, &object),
-                // The answer to the last renewal was lost: a watch that is late must not cost the next ones.
+                // The answer to the last renewal may be lost. A late watch must not make the next renewals fail.
                 StoreError::Conflict(target) | StoreError::AlreadyExists(target) if target.kind == Kind::Lease => {
                     read(&api, &cache, target).await;
                 }
@@ -97,13 +97,13 @@ pub(super) async fn write(
     Ok(written)
 }
 
-/// Whether the API server has an object, which the cache then shows. `false` if it does not answer.
+/// Returns whether the API server has an object, which the cache then shows. Returns `false` if the API server does not answer.
 pub(super) async fn has(client: Client, cache: Arc<Cache>, target: ObjectRef) -> bool {
     let api = of_kind(client, target.kind, &target.kind.resource());
     read(&api, &cache, &target).await
 }
 
-/// The same for the API of the object's kind.
+/// Implements [`has`] with the API of the object's kind.
 async fn read(api: &Api<DynamicObject>, cache: &Cache, target: &ObjectRef) -> bool {
     let Ok(Ok(list)) = tokio::time::timeout(REQUEST, api.list(&by_name(&target.key.name))).await else { return false };
     let present = list.items.first().map(|object| cache.wrote(target.kind, value(target.kind, object)));
@@ -145,7 +145,7 @@ async fn send(
     }
 }
 
-/// Whether a lease has this epoch, and was renewed from here so recently that nobody else can have taken it over.
+/// Returns whether a lease has this epoch, and this process renewed it so recently that no other process can have taken it over.
 fn is_held(cache: &Cache, guard: &Guard) -> bool {
     let Some(lease) = cache.get(Kind::Lease, &guard.lease).and_then(|lease| lease.downcast::<Lease>().ok()) else {
         return false;
@@ -157,8 +157,8 @@ fn is_held(cache: &Cache, guard: &Guard) -> bool {
     held && same && cache.last_renewal(&guard.lease).is_some_and(|sent| sent.elapsed() < duration)
 }
 
-/// Whether the status of another system's object differs from the present one in a field that can be written: Cilium's
-/// own definition has no status (there are events instead), and Antrea's have fewer fields than ours.
+/// Returns whether the status of another system's object differs from the present status in a field that can be written. Cilium's own
+/// definition has no status (Events replace it), and Antrea's definitions have fewer fields than Spillway's.
 fn differs(cache: &Cache, target: &ObjectRef, object: &Value) -> bool {
     let writable = |object: &Value| cache.writable(target.kind, object.get("status").cloned().unwrap_or_default());
     let present = cache.get(target.kind, &target.key).and_then(|present| target.kind.encode(&present));

@@ -1,4 +1,4 @@
-//! Writes to an API server of a few lines.
+//! Writes to a minimal API server.
 
 use super::*;
 use crate::store::Key;
@@ -19,7 +19,7 @@ fn lease(version: u64) -> Value {
     })
 }
 
-/// Where leases are listed.
+/// Returns the path at which leases are listed.
 fn leases() -> String {
     format!("/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases")
 }
@@ -48,7 +48,7 @@ async fn list(State(stored): Stored) -> String {
         .to_string()
 }
 
-/// The answer to a renewal was lost, and the watch is late: only the first of the next renewals conflicts.
+/// The answer to a renewal is lost, and the watch is late: only the first of the next renewals conflicts.
 #[tokio::test]
 async fn a_lease_is_read_again_when_its_renewal_conflicts() {
     let leases = leases();
@@ -67,7 +67,7 @@ async fn a_lease_is_read_again_when_its_renewal_conflicts() {
     assert_eq!(version(&renew().await.unwrap()), "8");
 }
 
-/// The watch is late: the API server is asked, and the cache shows its answer.
+/// The watch is late, so the API server is asked, and the cache shows its answer.
 #[tokio::test]
 async fn an_object_that_the_cache_does_not_show_yet_is_found() {
     let leases = leases();

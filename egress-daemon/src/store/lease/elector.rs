@@ -1,9 +1,9 @@
-//! One candidate for a lease, without I/O: what it has seen of the lease and when, and what to do next.
+//! One candidate for a lease, without I/O: the versions of the lease that it has seen, with times, and its next action.
 //!
-//! Invariant: at any time at most one candidate holds the lease, whatever the delays, as long as identities differ,
-//! clocks run at rates that differ by less than a tenth ([`terms::counted`]), and nobody deletes the lease. A holder counts its time from
-//! before it wrote, the others from when they saw the write; and a lease that has changed since cannot be taken over.
-//! The times written into the lease are only informational: they are never compared with another machine's clock.
+//! Invariant: at any time, at most one candidate holds the lease, whatever the delays, as long as identities differ, the rates of clocks
+//! differ by less than a tenth ([`terms::counted`]), and the lease is not deleted. A holder counts its time from before its write, the
+//! others from when they saw the write; and a lease that has changed since then cannot be taken over. The times in the lease are only
+//! informational: they are never compared with another machine's clock.
 
 use super::stated_duration;
 use crate::store::Key;
@@ -13,55 +13,55 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
 use std::time::Duration;
 
-/// What a candidate wants.
+/// The terms of a candidate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseTerms {
     /// Namespace and name of the lease.
     pub key: Key,
-    /// Who the candidate is. A candidate that finds the lease held by its own identity continues with it at once: no
-    /// two live processes may share one.
+    /// The identity of the candidate. A candidate that finds the lease held by its own identity immediately continues to hold it, so two
+    /// live processes must not share an identity.
     pub identity: String,
-    /// How long a lease that is not renewed stays with its holder. Written rounded up to whole seconds.
+    /// The time for which a lease that is not renewed stays with its holder. Rounded up to whole seconds in the lease.
     pub duration: Duration,
-    /// How often the holder renews it.
+    /// The interval at which the holder renews it.
     pub renew_every: Duration,
 }
 
-/// What to do now.
+/// The action to take now.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LeaseAction {
     /// Nothing.
     Wait,
     /// Create this lease.
     Create(Box<Lease>),
-    /// Replace the lease by this one, whose resourceVersion is the one that was observed.
+    /// Replace the lease with this lease, which has the observed resourceVersion.
     Replace(Box<Lease>),
 }
 
-/// What to do now, and when to ask again at the latest.
+/// The action to take now, and the latest time for the next decision.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
-    /// What to do now.
+    /// The action to take now.
     pub action: LeaseAction,
-    /// When to ask again, if the lease does not change before: on the clock that `now` is on.
+    /// The time for the next decision, if the lease does not change before then. On the same clock as `now`.
     pub wake: Duration,
 }
 
-/// A candidate. `now` is always a monotonic clock of this machine, since any start.
+/// A candidate. `now` is always a time on a monotonic clock of this machine, since an arbitrary start.
 #[derive(Clone, Debug)]
 pub struct Elector {
     terms: LeaseTerms,
     seen: Seen,
     held: Option<Held>,
-    /// No write before this time, after one that failed.
+    /// The time before which no write is attempted, after a failed write.
     pause_until: Duration,
 }
 
 #[derive(Clone, Debug)]
 enum Seen {
-    /// The lease does not exist, and may be created from this time on.
+    /// The lease does not exist. It may be created from this time on.
     Absent { free: Duration },
-    /// This version has been seen since then.
+    /// This version was first seen at `since`.
     Present { lease: Box<Lease>, since: Duration },
 }
 
@@ -73,17 +73,17 @@ struct Held {
 }
 
 impl Elector {
-    /// A candidate that has seen nothing.
+    /// Creates a candidate that has seen nothing.
     pub fn new(terms: LeaseTerms) -> Self {
         Elector { terms, seen: Seen::Absent { free: Duration::ZERO }, held: None, pause_until: Duration::ZERO }
     }
 
-    /// Takes in what the store now shows.
+    /// Takes in the lease that the store now shows.
     pub fn observe(&mut self, now: Duration, lease: Option<&Lease>) {
         match (&self.seen, lease) {
             (Seen::Absent { .. }, None) => {}
             (Seen::Present { lease: last, .. }, None) => {
-                // Its holder may not have noticed yet that it is gone.
+                // The holder may not have noticed yet that the lease is gone.
                 let other = holder(last).is_some_and(|holder| *holder != self.terms.identity);
                 self.seen = Seen::Absent { free: if other { now + self.duration_of(last) } else { now } };
             }
@@ -96,7 +96,7 @@ impl Elector {
         }
     }
 
-    /// What to do now. `wall` is the time written into the lease.
+    /// Returns the action to take now. `wall` is the time to write into the lease.
     pub fn decide(&self, now: Duration, wall: Timestamp) -> Decision {
         let due = match &self.seen {
             Seen::Absent { free } => *free,
@@ -119,34 +119,33 @@ impl Elector {
         Decision { action, wake: now + self.terms.renew_every }
     }
 
-    /// A write that `decide` asked for succeeded. `started` is the time before it was sent, `lease` what is stored now.
+    /// Records that a write of `decide` succeeded. `started` is the time before it was sent, `lease` the stored lease.
     pub fn written(&mut self, started: Duration, lease: &Lease) {
         self.held = (holder(lease) == Some(&self.terms.identity)).then(|| Held {
             epoch: epoch(lease),
             renewed: started,
             until: started + terms::counted(self.terms.duration),
         });
-        // It existed at the latest when the answer came. Counting from an earlier time is safe only for the holder
-        // itself.
+        // The lease existed at the latest when the answer arrived. Counting from an earlier time is safe only for the holder itself.
         self.seen = Seen::Present { lease: Box::new(lease.clone()), since: started };
     }
 
-    /// A write that `decide` asked for failed, or nobody knows whether it did.
+    /// Records that a write of `decide` failed, or that its result is unknown.
     pub fn failed(&mut self, now: Duration) {
         self.pause_until = now + self.terms.renew_every / 4;
     }
 
-    /// The epoch of the lease if this candidate holds it now.
+    /// Returns the epoch of the lease, if this candidate holds it now.
     pub fn holds(&self, now: Duration) -> Option<u64> {
         self.held.filter(|held| now < held.until).map(|held| held.epoch)
     }
 
-    /// Until when this candidate holds the lease if it is not renewed.
+    /// Returns the time until which this candidate holds the lease without a renewal.
     pub fn until(&self) -> Option<Duration> {
         self.held.map(|held| held.until)
     }
 
-    /// Who holds the lease, if known; this may be out of date.
+    /// Returns the holder of the lease, if known; it may be out of date.
     pub fn holder(&self) -> Option<&str> {
         match &self.seen {
             Seen::Present { lease, .. } => holder(lease).map(String::as_str),
@@ -154,7 +153,7 @@ impl Elector {
         }
     }
 
-    /// Stops holding at once; returns what to replace the lease with, so that the next holder need not wait.
+    /// Stops holding immediately. Returns the lease to write, so that the next holder need not wait.
     pub fn release(&mut self) -> Option<Box<Lease>> {
         self.held.take()?;
         match &self.seen {
@@ -171,7 +170,7 @@ impl Elector {
         stated_duration(lease).unwrap_or(self.terms.duration)
     }
 
-    /// The lease as this candidate wants it.
+    /// Returns the lease that this candidate would write.
     fn claim(&self, last: Option<&Lease>, wall: Timestamp) -> Lease {
         let mut lease = last.cloned().unwrap_or_else(|| Lease {
             metadata: ObjectMeta {
@@ -199,7 +198,7 @@ fn holder(lease: &Lease) -> Option<&String> {
     lease.spec.as_ref()?.holder_identity.as_ref().filter(|holder| !holder.is_empty())
 }
 
-/// The epoch of a lease: higher with each holder that took it over.
+/// Returns the epoch of a lease, which rises with each takeover.
 fn epoch(lease: &Lease) -> u64 {
     let transitions = lease.spec.as_ref().and_then(|spec| spec.lease_transitions);
     transitions.and_then(|transitions| u64::try_from(transitions).ok()).unwrap_or(0)

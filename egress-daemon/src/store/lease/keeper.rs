@@ -1,4 +1,4 @@
-//! A task that keeps a candidate's lease on a store.
+//! A task that runs a candidate for a lease on a store.
 
 use super::elector::{Elector, LeaseAction, LeaseTerms};
 use crate::store::Store;
@@ -13,19 +13,19 @@ use tokio::task::JoinHandle;
 pub enum LeaseState {
     /// It holds the lease.
     Held {
-        /// The lease's epoch: higher with each holder that took it over.
+        /// The lease's epoch, which rises with each takeover.
         epoch: u64,
-        /// It holds it until then, if it is not renewed before.
+        /// The time until which it holds the lease without a renewal.
         until: Instant,
     },
     /// It does not hold it.
     NotHeld {
-        /// Who does, if known.
+        /// The holder, if known.
         holder: Option<String>,
     },
 }
 
-/// Keeps a lease, or tries to get it, until it is dropped (then the lease lapses) or released.
+/// Holds a lease, or tries to acquire it, until this value is dropped (the lease then lapses) or released.
 pub struct LeaseKeeper {
     state: watch::Receiver<LeaseState>,
     stop: Option<oneshot::Sender<()>>,
@@ -41,7 +41,7 @@ impl LeaseKeeper {
         LeaseKeeper { state, stop: Some(stop), task }
     }
 
-    /// The epoch of the lease if it is held now, judged by the clock, not by when the task last ran.
+    /// Returns the epoch of the lease if it is held now, according to the clock instead of the task's last run.
     pub fn held(&self) -> Option<u64> {
         match *self.state.borrow() {
             LeaseState::Held { epoch, until } if Instant::now() < until => Some(epoch),
@@ -49,27 +49,27 @@ impl LeaseKeeper {
         }
     }
 
-    /// The last report of the task.
+    /// Returns the last report of the task.
     pub fn state(&self) -> LeaseState {
         self.state.borrow().clone()
     }
 
-    /// Waits until the task reports something new: a renewal (with a later `until`), gain or loss. Cancel safe.
+    /// Waits until the task reports a change: a renewal (with a later `until`), an acquisition or a loss. Cancel safe.
     pub async fn changed(&mut self) {
         if self.state.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
     }
 
-    /// A view on the reports for others.
+    /// Returns a receiver of the reports.
     pub fn watch(&self) -> watch::Receiver<LeaseState> {
         self.state.clone()
     }
 
-    /// Releases the lease so that the next one gets it at once, and ends the task.
+    /// Releases the lease, so that the next candidate gets it immediately, and ends the task.
     pub async fn release(mut self) {
         if let Some(stop) = self.stop.take() {
-            // Without a receiver the task has ended already.
+            // Without a receiver, the task has already ended.
             stop.send(()).ok();
         }
         if let Err(error) = (&mut self.task).await {
@@ -99,8 +99,8 @@ async fn keep(store: Store, terms: LeaseTerms, report: watch::Sender<LeaseState>
                 LeaseAction::Replace(lease) => Some(store.replace(lease.as_ref()).await),
             }
         };
-        // A write that takes longer may still be done later: then the store shows it, but it does not count as held.
-        // There is time for another one before the lease lapses.
+        // A write that takes longer may still succeed later. The store then shows the lease, but it does not count as held.
+        // There is time for another write before the lease lapses.
         match tokio::time::timeout(terms.duration / 2, write).await {
             Ok(None) => {}
             Ok(Some(Ok(lease))) => elector.written(now, &lease),

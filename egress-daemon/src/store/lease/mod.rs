@@ -1,5 +1,5 @@
-//! Leases: who leads, and who is alive. `elector` decides without I/O or a clock of its own; `keeper` carries its
-//! decisions out on a store.
+//! Leases of the leader and of live gateways. `elector` decides without I/O or a clock of its own; `keeper` carries out its decisions on
+//! a store.
 
 mod elector;
 mod keeper;
@@ -12,20 +12,20 @@ pub use keeper::{LeaseKeeper, LeaseState};
 use k8s_openapi::api::coordination::v1::Lease;
 use std::time::Duration;
 
-/// Namespace of the leases that Spillway writes.
+/// The namespace of Spillway's leases.
 pub const LEASE_NAMESPACE: &str = "spillway";
-/// Name of the lease of the leading controller.
+/// The name of the leading controller's lease.
 pub const CONTROLLER_LEASE: &str = "spillway-controller";
 
-/// Start of the names of the leases by which gateways show that they are alive; the node's name follows.
+/// The prefix of the names of leases by which gateways show that they are alive. The node's name follows.
 pub const GATEWAY_LEASE_PREFIX: &str = "spillway-gateway-";
 
-/// Name of the lease by which a gateway shows that it is alive.
+/// Returns the name of the lease by which a gateway shows that it is alive.
 pub fn gateway_lease(node: &str) -> String {
     format!("{GATEWAY_LEASE_PREFIX}{node}")
 }
 
-/// How long a lease lasts after a renewal, as its holder has written.
+/// Returns the duration of a lease after a renewal, as its holder has written it.
 pub fn stated_duration(lease: &Lease) -> Option<Duration> {
     let seconds = lease.spec.as_ref()?.lease_duration_seconds?;
     u64::try_from(seconds).ok().map(Duration::from_secs)

@@ -1,4 +1,4 @@
-//! Never two holders, whatever the delays; and a lease on a real store.
+//! Tests that a lease never has two holders, whatever the delays, and of a lease on a real store.
 
 use super::*;
 use crate::store::{Files, Key};
@@ -27,7 +27,7 @@ fn wall() -> Timestamp {
     Timestamp::UNIX_EPOCH
 }
 
-/// A store of one lease, with every version that it had.
+/// A store of one lease, with all its versions.
 #[derive(Default)]
 struct Register(Vec<Option<Lease>>);
 
@@ -55,7 +55,7 @@ impl Register {
     }
 }
 
-/// Runs the elector at `now` against the register without any delay.
+/// Runs the elector at `now` against the register, without delays.
 fn step(elector: &mut Elector, register: &mut Register, now: Duration) -> Decision {
     elector.observe(now, register.latest());
     let decision = elector.decide(now, wall());
@@ -129,7 +129,7 @@ fn a_failed_write_is_repeated_soon() {
     assert!(matches!(a.decide(ms(125), wall()).action, LeaseAction::Create(_)));
 }
 
-/// What happens to a candidate of the simulation, and when.
+/// An event of a candidate in the simulation.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Look,
@@ -139,9 +139,9 @@ enum Event {
 
 struct Candidate {
     elector: Elector,
-    /// Offset of its clock from the world's.
+    /// The offset of its clock from the simulation's clock.
     offset: Duration,
-    /// The newest version that it has seen: its cache never goes back.
+    /// The newest version that it has seen, since its cache never goes backwards.
     seen: usize,
     started: Duration,
     wanted: LeaseAction,
@@ -151,8 +151,7 @@ struct Candidate {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Each candidate reads old versions, is stopped for any time between any two steps, and its writes arrive and are
-    /// answered late.
+    /// Each candidate reads old versions and may be stopped for any time between steps, and its writes and their answers arrive late.
     #[test]
     fn never_two_holders(
         offsets in prop::collection::vec(0..100_000u64, 3),

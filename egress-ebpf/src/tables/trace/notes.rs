@@ -1,4 +1,4 @@
-//! Noting decisions.
+//! Notes decisions.
 
 use super::{Step, tell};
 use crate::{
@@ -13,17 +13,17 @@ use egress_common::{
     trace::{TraceFilter, hook},
 };
 
-/// What to report; the agent sets it before the programs are loaded.
+/// The packets to report; the agent sets it before it loads the programs.
 #[unsafe(no_mangle)]
 static TRACE_FILTER: TraceFilter = TraceFilter::NONE;
 
 #[inline(always)]
 fn filter() -> TraceFilter {
-    // SAFETY: a static is valid for reading. Volatile, since its value is not the one that the compiler knows.
+    // SAFETY: a static is valid for reading. Volatile, because the compiler must not assume the initial value.
     unsafe { (&raw const TRACE_FILTER).read_volatile() }
 }
 
-/// What is known about the packet in progress on this CPU.
+/// The state of the packet in progress on this CPU.
 #[repr(C)]
 pub struct Notes {
     /// Where it is observed.
@@ -44,7 +44,7 @@ pub struct Notes {
     pub shown: u32,
     /// How many of the steps are in use.
     pub count: u32,
-    /// The last moment in which packets were reported, and how many.
+    /// The last moment in which packets were reported, and their number.
     pub moment: u32,
     pub told: u32,
     /// Number of the packet, for this CPU.
@@ -54,7 +54,7 @@ pub struct Notes {
 
 #[btf_map]
 static TRACE_NOTES: PerCpuArray<Notes, 1> = PerCpuArray::new();
-/// How many packets were to be reported, whether they were or not.
+/// How many packets matched, whether they were reported or not.
 #[btf_map]
 static TRACE_SEEN: PerCpuArray<u64, 1> = PerCpuArray::new();
 
@@ -64,7 +64,7 @@ fn notes() -> Option<&'static mut Notes> {
     TRACE_NOTES.get_ptr_mut(0).map(|notes| unsafe { &mut *notes })
 }
 
-/// A packet comes to a hook.
+/// Begins the trace of a packet at a hook.
 #[inline(always)]
 pub fn begin(pkt: &Packet, hook: u32) {
     trace_begin(pkt.raw(), hook);
@@ -108,7 +108,7 @@ fn head<F: Family>(pkt: &Packet, n: &mut Notes) {
     n.shown = wanted as u32;
 }
 
-/// Whether the address is the pod's. Without an address the filter has zero, which is nobody's.
+/// Returns whether the address is the pod's. Without an address the filter has zero, which no pod has.
 #[inline(always)]
 fn is_pod<F: Family>(filter: &TraceFilter, address: F) -> bool {
     let words = address.as_ref();
@@ -121,14 +121,14 @@ fn is_pod<F: Family>(filter: &TraceFilter, address: F) -> bool {
     }
 }
 
-/// An address in the form of either family.
+/// Returns an address in the form of either family.
 #[inline(always)]
 fn any<F: Family>(address: F) -> V6 {
     let words = address.as_ref();
     if F::VERSION == 4 { egress_common::mapped([words[0]]) } else { [words[0], words[1], words[2], words[3]] }
 }
 
-/// Notes a decision about the packet in progress. Decisions that find no room are left out.
+/// Notes a decision about the packet in progress. Decisions that find no room are omitted.
 #[inline(always)]
 pub fn note(step: Step, a: u32, b: u32) {
     trace_note(step as u32, a, b);
@@ -146,7 +146,7 @@ extern "C" fn trace_note(step: u32, a: u32, b: u32) -> u64 {
     0
 }
 
-/// The packet in progress is the answer to the flow of this pod with this key.
+/// Notes that the packet in progress answers the flow of this pod with this key.
 #[inline(always)]
 pub fn answer<F: Family>(key: &FlowKey<F>, pod: &F) {
     let filter = filter();
@@ -154,7 +154,7 @@ pub fn answer<F: Family>(key: &FlowKey<F>, pod: &F) {
         return;
     }
     let Some(n) = notes() else { return };
-    // As the packet is without outer headers.
+    // In the form of the packet without outer headers.
     n.src = any(F::copied(&key.dst));
     n.dst = any(F::copied(&key.src));
     n.ports = [key.dst_port as u32, key.src_port as u32];
@@ -162,7 +162,7 @@ pub fn answer<F: Family>(key: &FlowKey<F>, pod: &F) {
     n.shown = filter.is_of(&n.src, key.dst_port) as u32;
 }
 
-/// The packet is decided: a verdict's bits.
+/// Ends the trace of a packet with a verdict's bits.
 #[inline(always)]
 pub fn end(_: &Packet, verdict: u64) {
     trace_end((verdict >> 32) as u32, verdict as u32);
@@ -207,7 +207,7 @@ extern "C" fn trace_end(verdict: u32, of: u32) -> u64 {
     0
 }
 
-/// The packet in progress, for reporting.
+/// Returns the packet in progress, for reporting.
 #[inline(always)]
 pub fn under_way() -> Option<&'static Notes> {
     notes().map(|notes| &*notes)

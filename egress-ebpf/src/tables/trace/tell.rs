@@ -1,7 +1,7 @@
-//! Reports decisions through `aya-log`: a line for each, with the packet's number in front.
+//! Reports decisions through `aya-log`: one line each, with the packet's number in front.
 //!
-//! Numbers that only the agent's tables give a meaning are in angle brackets, with their kind: `egressctl trace`, which prints the
-//! lines, has the names.
+//! Numbers to which only the agent's tables give a meaning are in angle brackets, with their kind:
+//! `egressctl trace`, which prints the lines, has the names.
 
 use super::{Step, notes::under_way};
 use aya_log_ebpf::info;
@@ -33,7 +33,7 @@ pub extern "C" fn trace_frame_v4(number: u32) -> u64 {
     0
 }
 
-/// The same over IPv6, or for a packet whose headers cannot be read.
+/// Reports the packet in progress over IPv6, or a packet whose headers cannot be read.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn trace_frame_v6(number: u32) -> u64 {
@@ -59,7 +59,7 @@ pub extern "C" fn trace_frame_v6(number: u32) -> u64 {
     0
 }
 
-/// An address as `aya-log` takes it.
+/// Returns an address in the form that `aya-log` takes.
 #[inline(always)]
 fn halves(words: &egress_common::V6) -> [u8; 16] {
     let mut octets = [0; 16];
@@ -106,7 +106,7 @@ pub extern "C" fn trace_step(number: u32, step: u32, a: u32, b: u32) -> u64 {
     0
 }
 
-/// Reports the packet's outcome: the halves of a verdict's bits.
+/// Reports the packet's outcome, given the halves of a verdict's bits.
 #[unsafe(no_mangle)]
 #[inline(never)]
 pub extern "C" fn trace_verdict(number: u32, verdict: u32, of: u32) -> u64 {

@@ -1,9 +1,9 @@
-//! Frames as bytes, and an oracle that recomputes their sums.
+//! Frames as bytes, and an oracle that recomputes their checksums.
 
 use egress_common::abi::TUNNEL_PORT;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// That of the interface at which frames of a test run arrive, `lo`.
+/// The MAC address of `lo`, the interface at which frames of a test run arrive.
 pub const HOST_MAC: [u8; 6] = [0; 6];
 pub const POD_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xbb];
 
@@ -12,7 +12,7 @@ pub const UDP: u8 = 17;
 pub const ICMP: u8 = 1;
 pub const ICMPV6: u8 = 58;
 
-/// The Internet checksum's sum of some bytes (RFC 1071), folded; an odd last byte counts as if a zero followed.
+/// Returns the folded sum of the Internet checksum (RFC 1071) over some bytes; an odd last byte counts as if a zero followed.
 fn sum(parts: &[&[u8]]) -> u16 {
     let all: Vec<u8> = parts.concat();
     let words = all.chunks(2).map(|w| u32::from(w[0]) << 8 | u32::from(*w.get(1).unwrap_or(&0)));
@@ -23,7 +23,7 @@ fn sum(parts: &[&[u8]]) -> u16 {
     sum as u16
 }
 
-/// An IP packet in a frame from the pod's interface: with options or extension headers between header and payload.
+/// Returns an IP packet in a frame from the pod's interface. `extra` are the options or extension headers between header and payload.
 pub fn ip(src: IpAddr, dst: IpAddr, proto: u8, extra: &[u8], payload: &[u8]) -> Vec<u8> {
     let mut f = [HOST_MAC, POD_MAC].concat();
     let len = (extra.len() + payload.len()) as u16;
@@ -52,7 +52,7 @@ pub fn ip(src: IpAddr, dst: IpAddr, proto: u8, extra: &[u8], payload: &[u8]) -> 
     f
 }
 
-/// The frame with a tag (IEEE 802.1Q): priority and VLAN.
+/// Adds a tag (IEEE 802.1Q) to the frame: priority and VLAN.
 pub fn tagged(mut frame: Vec<u8>, tag: u16) -> Vec<u8> {
     let [a, b] = tag.to_be_bytes();
     frame.splice(12..12, [0x81, 0, a, b]);
@@ -82,7 +82,7 @@ pub fn icmp(kind: u8, id: u16, body: &[u8]) -> Vec<u8> {
     e
 }
 
-/// What an oracle reads in a frame.
+/// The fields that the oracle reads from a frame.
 #[derive(Clone, Copy, Debug)]
 pub struct Read {
     pub src: IpAddr,
@@ -93,7 +93,7 @@ pub struct Read {
     pub hops: u8,
 }
 
-/// Reads a frame; `None` if there is no IP packet in it that could be translated.
+/// Reads a frame; `None` if it holds no IP packet that could be translated.
 pub fn read(f: &[u8]) -> Option<Read> {
     match f.get(12..14)? {
         [8, 0] => {
@@ -126,8 +126,8 @@ fn octets(ip: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Sums over what the header's and the transport's checksums cover; a correct sum is 0xffff, and a translation keeps any
-/// sum, modulo 0xffff. `None` for a checksum that is not there.
+/// Returns the sums over the bytes that the IP header's and the transport's checksums cover, modulo 0xffff. A correct sum is 0, and a
+/// translation keeps any sum. `None` for a checksum that is not there.
 pub fn sums(f: &[u8]) -> Option<[Option<u16>; 2]> {
     let r = read(f)?;
     let header = r.src.is_ipv4().then(|| f.get(14..r.l4).map(|h| sum(&[h]) % 0xffff)).flatten();
@@ -144,7 +144,7 @@ pub fn sums(f: &[u8]) -> Option<[Option<u16>; 2]> {
     Some([header, transport])
 }
 
-/// The offset of the transport's checksum.
+/// Returns the offset of the transport's checksum.
 fn checksum_at(r: &Read) -> usize {
     r.l4 + match r.proto {
         TCP => 16,
@@ -168,14 +168,14 @@ pub fn seal(mut f: Vec<u8>) -> Vec<u8> {
     f
 }
 
-/// Asserts that every checksum of the frame is right.
+/// Asserts that every checksum of the frame is correct.
 #[track_caller]
 pub fn assert_right(f: &[u8]) {
     let sums = sums(f).unwrap();
     assert!(sums.iter().flatten().all(|s| *s == 0), "{sums:?} in {f:02x?}");
 }
 
-/// Makes an IPv4 frame a fragment: `bits` are the flags and the offset in its header.
+/// Turns an IPv4 frame into a fragment: `bits` are the flags and the offset in its header.
 pub fn fragment(mut frame: Vec<u8>, bits: [u8; 2]) -> Vec<u8> {
     frame[20..22].copy_from_slice(&bits);
     let sum = sums(&frame).unwrap()[0].unwrap();
@@ -192,8 +192,8 @@ pub fn ports(f: &[u8]) -> (u16, u16) {
     (word(l4), word(l4 + 2))
 }
 
-/// The frame without what translation may change: MAC addresses, hop limit, IPv4 checksum, addresses, and of the transport
-/// header the first four bytes, the checksum, and an ICMP query's identifier.
+/// Returns the frame without the fields that translation may change: MAC addresses, hop limit, IPv4 checksum, addresses, and in the
+/// transport header the ports, the checksum and an ICMP query's identifier.
 pub fn untranslated(f: &[u8]) -> Vec<u8> {
     let r = read(f).unwrap();
     let mut f = f.to_vec();
@@ -214,7 +214,7 @@ pub fn untranslated(f: &[u8]) -> Vec<u8> {
     f
 }
 
-/// The frame with the checksum of its first IPv4 header recomputed.
+/// Recomputes the checksum of the frame's first IPv4 header.
 pub fn with_header_checksum(mut frame: Vec<u8>) -> Vec<u8> {
     frame[24..26].fill(0);
     let sum = sum(&[&frame[14..34]]);
@@ -222,7 +222,7 @@ pub fn with_header_checksum(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// A frame in outer headers as a tunnel device writes them.
+/// Wraps a frame in outer headers as a tunnel device writes them.
 pub fn wrapped(from: &str, to: &str, vni: u32, inner: &[u8]) -> Vec<u8> {
     let vxlan = [&[8, 0, 0, 0][..], &(vni << 8).to_be_bytes(), inner].concat();
     ip(from.parse().unwrap(), to.parse().unwrap(), UDP, &[], &udp(0xc123, TUNNEL_PORT, &vxlan))

@@ -1,4 +1,4 @@
-//! For tests, those of the crates above included: the loaded programs, packets to run them with, tables to fill, and what should come of it.
+//! Test support, also for the crates above: loaded programs, packets to run them with, tables to fill, and the expected results.
 #![allow(missing_docs, clippy::unwrap_used, reason = "only tests use it")]
 
 pub mod frames;
@@ -11,21 +11,21 @@ pub mod tables;
 use super::Pins;
 use std::{fs, io, path::PathBuf};
 
-/// A directory of its own on a BPF file system; removed when dropped, with everything that is pinned in it.
+/// A directory for one test on a BPF file system. Dropping it removes the directory with everything that is pinned in it.
 pub struct BpfDir {
     /// The pins below it.
     pub pins: Pins,
-    /// Where a file system was mounted for it.
+    /// The mount point of a file system that was mounted for it.
     mounted: Option<PathBuf>,
 }
 
 impl BpfDir {
-    /// `None`, and a line that says so, if this process may not do that.
+    /// Creates the directory. Returns `None`, and reports that the test is skipped, if this process lacks the permission.
     pub fn new(test: &str) -> Option<Self> {
         Self::named(test, test)
     }
 
-    /// The same, for a directory that is not only for this test.
+    /// Does the same for a directory that several tests use.
     pub fn named(test: &str, name: &str) -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
             crate::testing::skip(test, "root to load programs");
@@ -69,7 +69,7 @@ pub const BPF_MAP_UPDATE_ELEM: i64 = 2;
 pub fn bpf(command: i64, words: &[u64]) -> io::Result<()> {
     let mut attr = [0u64; 16];
     attr[..words.len()].copy_from_slice(words);
-    // SAFETY: callers pass pointers to what the command wants.
+    // SAFETY: callers pass pointers to the memory that the command expects.
     unsafe { super::syscall::bpf(command, &mut attr) }
 }
 

@@ -1,5 +1,5 @@
-//! The reference NAT: what the design says about flows, written for clarity. It chooses nothing. It takes what the programs did with a
-//! packet, and returns what is wrong with that.
+//! The reference NAT: the design's rules for flows, written for clarity. It makes no choices. It takes what the programs did with a packet,
+//! and returns what is wrong with that.
 
 use egress_common::port_block;
 use std::{
@@ -48,7 +48,7 @@ impl Debug for Reply {
 }
 
 impl Tuple {
-    /// What the outside would know of the flow if it were not translated.
+    /// Returns the reply tuple that the flow would have without translation.
     pub fn mirrored(&self) -> Reply {
         let Tuple { pod, pod_port, server, server_port, proto } = *self;
         Reply { egress: pod, port: pod_port, server, server_port, proto }
@@ -56,18 +56,18 @@ impl Tuple {
 }
 
 impl Reply {
-    /// The flow if it were not translated.
+    /// Returns the tuple that the flow would have without translation.
     pub fn mirrored(&self) -> Tuple {
         let Reply { egress, port, server, server_port, proto } = *self;
         Tuple { pod: egress, pod_port: port, server, server_port, proto }
     }
 }
 
-/// What became of a packet.
+/// The fate of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome<T> {
     Dropped,
-    /// Left to the stack as it is.
+    /// Left to the stack unchanged.
     Passed,
     /// Translated to this, and sent.
     Sent(T),
@@ -78,7 +78,7 @@ pub enum Outcome<T> {
 pub enum How {
     /// Through the pod's interface.
     Whole,
-    /// Likewise, as a part of a datagram.
+    /// Through the pod's interface, as a fragment of a datagram.
     Fragment,
     /// At the node's exit, after the firewall has let it pass.
     Asked,
@@ -88,19 +88,19 @@ pub enum How {
 #[derive(Clone, Copy, Debug)]
 struct Flow {
     reply: Reply,
-    /// The tables under which its egress IP was chosen, if that was followed.
+    /// The version of the tables under which its egress IP was chosen, if the model followed the choice.
     chosen: Option<u32>,
-    /// The tables under which it sent last.
+    /// The version of the tables under which it sent last.
     tables: u32,
     /// TCP flags that either side has sent since it opened.
     out: u8,
     back: u8,
-    /// Nothing of it was lost, and it did not expire: its behaviour is determined.
+    /// Whether its behaviour is determined: no part of it was lost, and it did not expire.
     certain: bool,
 }
 
 impl Flow {
-    /// Its port may be given to another flow.
+    /// Returns whether its port may be given to another flow.
     fn is_closed(&self) -> bool {
         (self.out | self.back) & RST != 0 || self.out & self.back & FIN != 0
     }
@@ -117,16 +117,16 @@ pub struct Nat {
     pub selected: BTreeSet<IpAddr>,
     /// The blocks that this node holds.
     pub blocks: BTreeSet<u16>,
-    /// Counts changes of the tables.
+    /// The number of changes of the tables.
     tables: u32,
     flows: BTreeMap<Tuple, Flow>,
     /// The owner of each reply: the last flow that sent with it.
     owners: BTreeMap<Reply, Tuple>,
-    /// Those that the firewall has let pass.
+    /// The replies that the firewall has let pass.
     confirmed: BTreeSet<Reply>,
-    /// TCP connections of which a pod has sent the first segment.
+    /// TCP connections whose first segment a pod has sent.
     opened: BTreeSet<Tuple>,
-    /// Flows of which the firewall has a packet.
+    /// Flows with a packet at the firewall.
     asked: BTreeSet<Tuple>,
 }
 
@@ -137,70 +137,70 @@ fn rule(holds: bool, words: impl Fn() -> String) -> Verdict {
 }
 
 impl Nat {
-    /// A node that holds these blocks, before its first tables.
+    /// Returns a node that holds these blocks, before its first tables.
     pub fn new(firewall: bool, blocks: BTreeSet<u16>) -> Self {
         Self { firewall, blocks, ..Self::default() }
     }
 
-    /// The policy has changed.
+    /// Records a change of the policy.
     pub fn tables_changed(&mut self, slots: BTreeSet<IpAddr>, selected: BTreeSet<IpAddr>) {
         self.tables += 1;
         (self.slots, self.selected) = (slots, selected);
-        // Anything but a TCP connection may be forgotten at any time once its pod is not selected.
+        // Any flow except a TCP connection may be forgotten at any time once its pod is not selected.
         for (tuple, flow) in &mut self.flows {
             flow.certain &= tuple.proto == TCP || self.selected.contains(&tuple.pod);
         }
     }
 
-    /// Something of a flow was lost, or it has expired.
+    /// Records that a part of a flow was lost, or that the flow has expired.
     pub fn lost(&mut self, tuple: &Tuple) {
         if let Some(flow) = self.flows.get_mut(tuple) {
             flow.certain = false;
         }
     }
 
-    /// The flow that a reply belongs to.
+    /// Returns the flow that a reply belongs to.
     pub fn owner(&self, reply: &Reply) -> Option<Tuple> {
         self.owners.get(reply).copied()
     }
 
-    /// The reply of a flow.
+    /// Returns the reply of a flow.
     pub fn reply(&self, tuple: &Tuple) -> Option<Reply> {
         self.flows.get(tuple).map(|flow| flow.reply)
     }
 
-    /// The replies that the outside knows.
+    /// Returns the replies that the outside knows.
     pub fn replies(&self) -> Vec<Reply> {
         self.owners.keys().copied().collect()
     }
 
-    /// The flows that have sent something.
+    /// Returns the flows that have sent something.
     pub fn known(&self) -> Vec<Tuple> {
         self.flows.keys().copied().collect()
     }
 
-    /// One of those of which the firewall has a packet.
+    /// Returns one of the flows with a packet at the firewall.
     pub fn asked(&self, nth: usize) -> Option<Tuple> {
         self.asked.iter().nth(nth % self.asked.len().max(1)).copied()
     }
 
-    /// Whether nothing has happened to a flow after which another one may have its port.
+    /// Returns whether a flow keeps its port: nothing has happened that frees the port for another flow.
     pub fn stays(&self, tuple: &Tuple) -> bool {
         let ended = |flow: &Flow| (flow.out | flow.back) & (FIN | RST) != 0;
         self.flows.get(tuple).is_none_or(|flow| flow.certain && flow.tables == self.tables && !ended(flow))
     }
 
-    /// Whether anything of the flow has reached the outside.
+    /// Returns whether any packet of the flow has reached the outside.
     pub fn has_sent(&self, tuple: &Tuple) -> bool {
         self.flows.contains_key(tuple)
     }
 
-    /// A pod has sent the first segment of a connection.
+    /// Records that a pod has sent the first segment of a connection.
     pub fn opened(&mut self, tuple: Tuple) {
         self.opened.insert(tuple);
     }
 
-    /// Takes over what the tables have of a flow after steps that were not followed.
+    /// Takes over the tables' entry for a flow after steps that the model did not follow.
     pub fn resume(&mut self, tuple: Tuple, reply: Option<Reply>) {
         self.lost(&tuple);
         if let Some(reply) = reply {
@@ -209,7 +209,7 @@ impl Nat {
         }
     }
 
-    /// Takes over whose answers these are after such steps, and whether the firewall lets them in.
+    /// Takes over the owner of a reply after such steps, and whether the firewall lets the reply in.
     pub fn belongs(&mut self, reply: Reply, tuple: Tuple, confirmed: bool) {
         self.owners.insert(reply, tuple);
         if confirmed {
@@ -219,12 +219,12 @@ impl Nat {
         }
     }
 
-    /// Whether both halves of a flow must be there.
+    /// Returns whether both halves of a flow must exist.
     pub fn is_certain(&self, tuple: &Tuple) -> bool {
         self.flows.get(tuple).is_some_and(|flow| flow.certain)
     }
 
-    /// Whether nothing but a lost half, expiry or another policy may take the flow's egress IP and port from it.
+    /// Returns whether only a lost half, expiry or another policy may take the flow's egress IP and port from it.
     fn keeps(&self, flow: &Flow, opening: bool) -> bool {
         let same = flow.tables == self.tables;
         // After a closed connection, egress IPs added to the policy since the last choice get their share.
@@ -232,7 +232,7 @@ impl Nat {
         flow.certain && !free && (same || !opening && self.slots.contains(&flow.reply.egress))
     }
 
-    /// A pod's packet, with its own address.
+    /// Judges a pod's packet, sent with the pod's own address.
     pub fn pod_sent(&mut self, tuple: Tuple, flags: u8, how: How, outcome: Outcome<Reply>) -> Verdict {
         let asked = how == How::Asked;
         let tcp = tuple.proto == TCP;
@@ -272,7 +272,7 @@ impl Nat {
                     return Err("the firewall has let it pass, but it is not sent".into());
                 }
                 if !selected {
-                    // A remaining connection is severed: its other end knows it by another address.
+                    // A remaining connection is severed: its peer knows it by another address.
                     let severed = tcp && !opening && flow.is_some_and(|flow| flow.certain);
                     rule(!severed, || "a connection continues with the pod's own address".into())?;
                     self.flows.remove(&tuple);
@@ -284,10 +284,10 @@ impl Nat {
                 let confirmed = live.is_some_and(|live| self.confirmed.contains(&live.reply) && !opening);
                 // The stack reassembles datagrams.
                 rule(!confirmed || how == How::Fragment, || "the firewall sees a confirmed flow".into())?;
-                // It is reopened, or it is another flow now, of which nothing was sent.
+                // The connection is reopened, or the tuple is another flow now, which has sent nothing.
                 match live {
                     Some(live) if opening && how != How::Fragment => drop(self.confirmed.remove(&live.reply)),
-                    // Fragments do not show whether it is: all of them pass. The other half of a lost flow may remain.
+                    // Fragments do not show whether it is reopened: all of them pass. The other half of a lost flow may remain.
                     _ if opening => self.lost(&tuple),
                     _ => {}
                 }
@@ -330,7 +330,7 @@ impl Nat {
         }
     }
 
-    /// An ICMP error of a pod about an answer that it got; sent, it shows the flow's reply.
+    /// Judges a pod's ICMP error about an answer that it got. A sent error shows the flow's reply.
     pub fn pod_complained(&self, about: &Tuple, own: bool, outcome: Outcome<Reply>) -> Verdict {
         let Outcome::Sent(reply) = outcome else { return Ok(()) };
         rule(own, || "an error about another pod's flow is sent".into())?;
@@ -340,7 +340,7 @@ impl Nat {
         rule(!self.firewall || self.confirmed.contains(&reply), || "an error about a flow that is not confirmed".into())
     }
 
-    /// A packet from somebody who does not have this address.
+    /// Judges a packet whose sender does not own its source address.
     pub fn forged<T: Debug>(outcome: Outcome<T>, anybodys: bool) -> Verdict {
         match outcome {
             Outcome::Dropped => Ok(()),
@@ -349,7 +349,7 @@ impl Nat {
         }
     }
 
-    /// A packet from outside, or an error about one of the flow's own, with what it was delivered as.
+    /// Judges a packet from outside, or an error about one of the flow's packets, and the flow that it was delivered to.
     pub fn outside_sent(&mut self, reply: Reply, flags: u8, error: bool, outcome: Outcome<Tuple>) -> Verdict {
         let owner = self.owners.get(&reply).copied();
         match outcome {

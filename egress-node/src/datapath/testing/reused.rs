@@ -1,4 +1,4 @@
-//! Loaded programs that serve one test after the other: the verifier takes most of the time of a test of single packets.
+//! Loaded programs that serve one test after another: the verifier takes most of the time of a test of single packets.
 
 use super::{
     BpfDir, bpf,
@@ -22,13 +22,13 @@ use std::{
 static SPARE: Mutex<Vec<Rig>> = Mutex::new(Vec::new());
 static MADE: AtomicUsize = AtomicUsize::new(0);
 
-/// A rig that another test may get afterwards, with empty maps. A test that fails keeps its own.
+/// A rig that another test may reuse afterwards, with empty maps. A test that fails keeps its rig.
 ///
-/// For tests that only run programs: what is attached, pinned or loaded in place of the programs would stay.
+/// Only for tests that just run programs: attachments, pins, and programs loaded in place of the usual ones would stay.
 pub struct Reused(Option<Rig>);
 
 impl Reused {
-    /// `None`, and a line that says so, if this process may not load programs.
+    /// Returns `None`, and reports that the test is skipped, if this process may not load programs.
     pub fn new(test: &str, view: &NodeView) -> Option<Self> {
         let spare = SPARE.lock().unwrap().pop();
         let rig = match spare {
@@ -50,7 +50,7 @@ impl Reused {
     }
 }
 
-/// Removes the pins: the harness ends the process without dropping what is static.
+/// Removes the pins: the test harness ends the process without dropping statics.
 extern "C" fn remove_spare() {
     if let Ok(mut spare) = SPARE.lock() {
         spare.clear();
@@ -79,7 +79,7 @@ impl Drop for Reused {
     }
 }
 
-/// Empties all pinned maps. The collector's timer goes with its map's element.
+/// Empties all pinned maps. Writing the element of the collector's map cancels its timer.
 fn empty(pins: &Pins) -> io::Result<()> {
     for entry in fs::read_dir(pins.maps())? {
         let map = MapData::from_pin(entry?.path()).map_err(io::Error::other)?;
@@ -116,7 +116,7 @@ fn remove_all(map: &MapData) -> io::Result<()> {
     keys(map)?.iter().try_for_each(|key| call(BPF_MAP_DELETE_ELEM, map, Some(key), None).map(drop))
 }
 
-/// The keys of a map, whatever its records.
+/// Returns the keys of a map, whatever the type of its records.
 pub fn keys(map: &MapData) -> io::Result<Vec<Vec<u8>>> {
     let mut next = vec![0; map.info().map_err(io::Error::other)?.key_size() as usize];
     let mut keys: Vec<Vec<u8>> = Vec::new();
@@ -126,7 +126,7 @@ pub fn keys(map: &MapData) -> io::Result<Vec<Vec<u8>>> {
     Ok(keys)
 }
 
-/// Calls `bpf(2)` with a key, if any, and room for the answer, if there is one. Returns whether there is such an entry.
+/// Calls `bpf(2)` with a key and room for the answer, if given. Returns whether the entry exists.
 fn call(command: i64, map: &MapData, key: Option<&[u8]>, answer: Option<&mut [u8]>) -> io::Result<bool> {
     let (key, to) = (key.map_or(0, |key| key.as_ptr() as u64), answer.map_or(0, |room| room.as_mut_ptr() as u64));
     match bpf(command, &[map.fd().as_fd().as_raw_fd() as u64, key, to]) {

@@ -1,4 +1,4 @@
-//! One node's programs and maps, filled by hand, and single packets through them.
+//! One node's programs and maps, filled by hand, and single packets to run through them.
 
 use super::{BpfDir, scenes};
 use crate::datapath::{
@@ -30,14 +30,14 @@ pub const EGRESS4: &str = "192.0.2.10";
 pub const EGRESS6: &str = "2001:db8::10";
 pub const SERVER4: &str = "203.0.113.5";
 pub const SERVER6: &str = "2001:db8:f::5";
-/// Networks of the pods of another node.
+/// Pod networks of another node.
 pub const REMOTE_PODS4: &str = "10.2.0.0/24";
 pub const REMOTE_PODS6: &str = "fd00:2::/64";
-/// Blocks of both egress IPs that are this node's, and one that is another node's.
+/// Blocks of both egress IPs: this node's own, and one of another node.
 pub const OWN_BLOCKS: [u16; 2] = [3, 900];
 pub const OTHER_BLOCK: u16 = 5;
-/// The revision up to which the leases of all nodes but `n1` are known; those of `n1` are known up to the next one. All its
-/// bytes differ.
+/// The revision up to which the leases of all nodes except `n1` are known; those of `n1` are known up to the next one. All its bytes
+/// differ.
 pub const KNOWN: u64 = 0x0102_0304_0506_0708;
 
 /// This node's address on the underlay and the other node's, in each family.
@@ -48,14 +48,14 @@ pub const THEIR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 3];
 /// Words of `struct __sk_buff` that a test may set.
 pub const INGRESS_IFINDEX: usize = 9;
 pub const IFINDEX: usize = 10;
-/// How many of its bytes are given to the kernel.
+/// The number of its bytes that are given to the kernel.
 const CONTEXT: usize = 192;
 
 pub const NEXT: i32 = -1;
 pub const SHOT: i32 = 2;
 pub const REDIRECT: i32 = 7;
 
-/// A `struct __sk_buff` with some fields set, each by the number of its word.
+/// Returns a `struct __sk_buff` with some fields set, each identified by the index of its word.
 pub fn context(fields: &[(usize, u32)]) -> [u8; CONTEXT] {
     let mut context = [0; CONTEXT];
     for (word, value) in fields {
@@ -68,25 +68,25 @@ pub fn addr(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-/// The CPUs that this thread may run on.
+/// Returns the CPUs that this thread may run on.
 pub fn cpus() -> Vec<usize> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
     (0..CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap_or(false)).collect()
 }
 
-/// Lets this thread run on these CPUs only.
+/// Restricts this thread to these CPUs.
 pub fn run_on(cpus: &[usize]) {
     let mut set = CpuSet::new();
     cpus.iter().for_each(|cpu| set.set(*cpu).unwrap());
     sched_setaffinity(Pid::from_raw(0), &set).unwrap();
 }
 
-/// The current tick.
+/// Returns the current tick.
 pub fn now_tick() -> u32 {
     (monotonic_ns() >> TICK_SHIFT) as u32
 }
 
-/// A pod, one policy for everything outside, two egress IPs that node `gateway` owns, and blocks of them.
+/// Returns a view: a selected pod, an unselected one, a policy for everything outside, and two egress IPs of `n1` with their blocks.
 pub fn scene() -> NodeView {
     let slots = [EGRESS4, EGRESS6].map(|a| SlotView { address: addr(a), weight: 1, usable: true });
     let policy = PolicyView { slots: slots.into(), ..PolicyView::default() };
@@ -130,8 +130,8 @@ pub fn scene() -> NodeView {
     }
 }
 
-/// [`scene`] on an underlay between this node and `n1`, through the interface `ifindex` with the MAC address `mac`; packets go there by
-/// `transport`.
+/// Returns [`scene`] on an underlay between this node and `n1`, through the interface `ifindex` with the MAC address `mac`. Packets to `n1`
+/// use `transport`.
 pub fn scene_between([ours, theirs]: [&str; 2], ifindex: u32, mac: [u8; 6], transport: u32) -> NodeView {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
@@ -147,7 +147,7 @@ pub fn scene_between([ours, theirs]: [&str; 2], ifindex: u32, mac: [u8; 6], tran
     view
 }
 
-/// Makes this node a gateway with the interface `uplink`: it carries the egress IPs, and a block of them is `n1`'s.
+/// Makes this node a gateway with the interface `uplink`: it carries the egress IPs, and `n1` holds a block of each.
 pub fn carry(view: &mut NodeView, uplink: u32) {
     for egress in view.egress_ips.values_mut() {
         egress.gateway = Some(scenes::node(0));
@@ -184,7 +184,7 @@ impl Rig {
         rig
     }
 
-    /// Starts again with maps that were emptied.
+    /// Starts again with emptied maps.
     pub fn restart(&mut self, view: &NodeView) {
         self.programs.start_collector().unwrap();
         self.writer = MapWriter::open(Maps::open(&self.dir.pins).unwrap()).unwrap();
@@ -201,19 +201,19 @@ impl Rig {
         self.writer.write(tables).unwrap();
     }
 
-    /// The verdict's code, and the frame afterwards.
+    /// Runs a program with a frame. Returns the verdict's code and the resulting frame.
     pub fn run(&mut self, program: &'static str, frame: &[u8]) -> (i32, Vec<u8>) {
         self.try_run(program, frame).expect("a frame that the kernel runs programs with")
     }
 
-    /// The same, or `None` for a frame that the kernel does not accept as a packet. What goes into a pod has come in by an interface, and
-    /// not by `lo`, which is number 1.
+    /// Does the same; `None` for a frame that the kernel does not accept as a packet. A packet into a pod has arrived on an interface other
+    /// than `lo`, which has index 1.
     pub fn try_run(&mut self, program: &'static str, frame: &[u8]) -> Option<(i32, Vec<u8>)> {
         let forwarded = [(INGRESS_IFINDEX, 2)];
         self.run_with(program, frame, if program == "pod_ingress" { &forwarded } else { &[] })
     }
 
-    /// The same for a packet with some fields of its `__sk_buff` set, each by the number of its word.
+    /// Does the same for a packet with some fields of its `__sk_buff` set, each identified by the index of its word.
     pub fn run_with(&mut self, program: &'static str, frame: &[u8], fields: &[(usize, u32)]) -> Option<(i32, Vec<u8>)> {
         let mut out = vec![0; frame.len() + 256];
         let context = context(fields);
@@ -224,7 +224,7 @@ impl Rig {
         Some((result.return_value as i32, out))
     }
 
-    /// What a program for drivers makes of a frame at the loopback device: the action, and the frame afterwards.
+    /// Runs a program for drivers with a frame at the loopback device. Returns the action and the resulting frame.
     pub fn run_native(&mut self, program: &'static str, frame: &[u8]) -> (u32, Vec<u8>) {
         let mut out = vec![0; frame.len() + 256];
         let options = TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ..Default::default() };
@@ -237,7 +237,7 @@ impl Rig {
         self.writer.maps().counters().unwrap()[&counter]
     }
 
-    /// Runs a frame that must be dropped for this reason.
+    /// Runs a frame, and asserts that it is dropped for this reason.
     #[track_caller]
     pub fn dropped(&mut self, program: &'static str, frame: &[u8], why: Counter) {
         let before = self.count(why);

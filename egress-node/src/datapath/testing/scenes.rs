@@ -1,4 +1,4 @@
-//! Arbitrary views over a small world, so that everything comes, goes and comes back.
+//! Generates arbitrary views over a small world, so that everything comes, goes and comes back.
 
 use egress_common::{
     abi::TUNNEL_PORT,
@@ -28,7 +28,7 @@ pub fn policy_id(n: usize) -> PolicyId {
 }
 
 pub fn endpoint_id(n: usize) -> EndpointId {
-    // Names of the greatest length: numbers must survive that, too.
+    // Names of the maximum length: the assigned numbers must survive them, too.
     EndpointId::new(&"n".repeat(63), &format!("{}{n}", "p".repeat(252)), &"u".repeat(36))
 }
 
@@ -48,7 +48,7 @@ pub fn settings() -> DatapathConfig {
     }
 }
 
-/// A policy that selects every pod, steers nothing and has no egress IPs.
+/// Returns a policy that selects every pod, steers nothing and has no egress IPs.
 pub fn policy(name: &str) -> Policy {
     Policy { destinations: Vec::new(), ..world::policy(name, Source::Pools(Vec::new())) }
 }
@@ -76,14 +76,14 @@ fn egress_view() -> impl Strategy<Value = EgressView> {
     })
 }
 
-/// Weight of each egress IP in a policy (0: no slot), whether it is usable, and which one each endpoint is assigned to.
+/// Weight of each egress IP in a policy (0: no slot), whether it is usable, the egress IP of each endpoint, and the policy's flags.
 type PolicySeed = (Vec<u32>, Vec<bool>, Vec<usize>, u32);
 
 fn policy_seed() -> impl Strategy<Value = PolicySeed> {
     (vec(0u32..3, 6), vec(any::<bool>(), 6), vec(0usize..6, 5), 0u32..8)
 }
 
-/// A view in which everything that is named exists.
+/// Generates a view in which every named object exists.
 pub fn view() -> impl Strategy<Value = NodeView> {
     let egress = vec(option::of(egress_view()), 6);
     let policies = vec(option::of(policy_seed()), 4);
@@ -145,7 +145,7 @@ pub fn view() -> impl Strategy<Value = NodeView> {
     })
 }
 
-/// Several views one after the other, each with whether the agent is restarted before it.
+/// Generates several consecutive views, each with whether the agent is restarted before it.
 pub fn history() -> impl Strategy<Value = Vec<(NodeView, bool)>> {
     vec((view(), any::<bool>()), 2..6)
 }

@@ -25,15 +25,15 @@ use std::{collections::BTreeMap, net::IpAddr};
 /// A value of `HELD_*`.
 type Held = [u8; HELD_FRAME + 8];
 
-/// What `FLOWS_*` has of a flow.
+/// The forward half of a flow, from `FLOWS_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forward {
     pub reply: Reply,
-    /// Whether it is not severed.
+    /// Whether it is translated, and not severed.
     pub translated: bool,
 }
 
-/// What `REVERSE_*` has of one.
+/// The reverse half of a flow, from `REVERSE_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backward {
     pub pod: IpAddr,
@@ -42,14 +42,14 @@ pub struct Backward {
 }
 
 impl Backward {
-    /// The flow that is answered with `reply`.
+    /// Returns the flow that `reply` belongs to.
     pub fn of(&self, reply: &Reply) -> Tuple {
         let (pod, pod_port) = (self.pod, self.pod_port);
         Tuple { pod, pod_port, server: reply.server, server_port: reply.server_port, proto: reply.proto }
     }
 }
 
-/// Addresses as in maps.
+/// Conversion of addresses to and from the form in the maps.
 trait Words: Pod + Ord {
     fn of(ip: IpAddr) -> Self;
     fn ip(self) -> IpAddr;
@@ -190,7 +190,7 @@ where
         })
     }
 
-    /// Makes these halves this many ticks older.
+    /// Makes both halves of a flow older by `ticks`.
     fn age(&mut self, t: &Tuple, reply: &Reply, ticks: u32) {
         let last_seen = now_tick().wrapping_sub(ticks);
         if let Some(flow) = self.maps.flows.get(&of_tuple(t)).unwrap() {
@@ -201,7 +201,7 @@ where
         }
     }
 
-    /// Marks every flow as not yet checked in the collector's round.
+    /// Marks every flow as not yet checked in the collector's current round.
     fn turn(&mut self) {
         let checked = (now_tick() >> COLLECT_ROUND_SHIFT).wrapping_sub(1);
         let tickets: Vec<_> = std::iter::from_fn(|| self.tickets.pop(0).ok()).collect();
@@ -218,7 +218,7 @@ pub struct FlowTables {
     egress_ips: Slots<EgressIp>,
 }
 
-/// Calls the same function of the tables of an address's family.
+/// Calls a function of the tables of the address's family.
 macro_rules! of {
     ($self:ident, $ip:expr, $($call:tt)*) => {
         if $ip.is_ipv4() { $self.v4.$($call)* } else { $self.v6.$($call)* }
@@ -258,17 +258,17 @@ impl FlowTables {
         of!(self, t.pod, maps.flows.remove(&of_tuple(t))).unwrap();
     }
 
-    /// Removes the reverse half.
+    /// Removes the reverse half of a flow.
     pub fn lose_back(&mut self, reply: &Reply) {
         of!(self, reply.egress, maps.reverse.remove(&of_reply(reply))).unwrap();
     }
 
-    /// Makes these halves this many ticks older.
+    /// Makes both halves of a flow older by `ticks`.
     pub fn age(&mut self, t: &Tuple, reply: &Reply, ticks: u32) {
         of!(self, t.pod, age(t, reply, ticks));
     }
 
-    /// Marks every flow as not yet checked in the collector's round.
+    /// Marks every flow as not yet checked in the collector's current round.
     pub fn turn(&mut self) {
         self.v4.turn();
         self.v6.turn();

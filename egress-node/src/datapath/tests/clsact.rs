@@ -20,7 +20,7 @@ fn filters(interface: &str, direction: &str) -> String {
     String::from_utf8(output.expect("the tool `tc` (package iproute2)").stdout).unwrap()
 }
 
-/// Ids of the programs in a list of filters.
+/// Returns the ids of the programs in a list of filters.
 fn ids(filters: &str) -> Vec<u32> {
     let mut words = filters.split_whitespace();
     let mut ids = Vec::new();
@@ -42,7 +42,7 @@ fn hooks(wanted: &[Hook]) -> BTreeMap<Hook, String> {
     wanted.iter().map(|hook| (*hook, "pod".to_owned())).collect()
 }
 
-/// A pod's interface named `pod`: the namespace of its other end, and its index.
+/// Creates a pod's interface named `pod`. Returns the namespace of its other end, and its index.
 async fn pod() -> (NetNs, u32) {
     let (net, other) = (Net::here(), NetNs::create());
     net.veth_into("pod", &other, "eth0").await;
@@ -79,13 +79,13 @@ fn filters_are_attached_replaced_and_taken_off() {
         assert_eq!(ids(&filters("pod", "ingress")), [second_ids["pod_egress"]]);
         assert_eq!(ids(&filters("pod", "egress")), [second_ids["pod_ingress"]]);
 
-        // An interface that changes its role keeps the program of its new one.
+        // An interface that changes its role has only the program of its new role.
         let uplink = hooks(&[("uplink_ingress", index)]);
         sync(&mut second, &uplink, &live);
         assert_eq!(ids(&filters("pod", "ingress")), [second_ids["uplink_ingress"]]);
         assert_eq!(ids(&filters("pod", "egress")), [] as [u32; 0]);
 
-        // What an earlier agent attached and this one does not want is removed, too.
+        // Filters that an earlier agent attached and this agent does not want are removed, too.
         drop(second);
         let (mut third, _) = attacher(&dir);
         sync(&mut third, &BTreeMap::new(), &live);
@@ -122,10 +122,10 @@ fn clsact_order_our_filter_is_the_first_whoever_comes() {
                 assert_eq!((first(side), number(side)), (Some(own[program]), 1 + round), "{side}");
             }
         }
-        // Others' filters stay.
+        // Foreign filters stay.
         sync(&mut ours, &BTreeMap::new(), &live);
         assert!(sides.iter().all(|(side, program, _)| number(side) == 3 && first(side) != Some(own[program])));
-        // A filter of another priority, older than ours; and one of another kind, which ours cannot precede.
+        // A filter of another kind, which ours cannot precede.
         sync(&mut ours, &both, &live);
         let kind = "filter add dev pod ingress prio 1 protocol ip matchall action ok".split(' ');
         let done = Command::new("tc").args("filter del dev pod ingress prio 1".split(' ')).status().unwrap();
@@ -139,7 +139,7 @@ fn clsact_order_our_filter_is_the_first_whoever_comes() {
     });
 }
 
-/// Row syn-ack of docs/failures.md: who could bring packets into a pod past our programs.
+/// Row syn-ack of docs/failures.md: programs that may bring packets into a pod past ours.
 #[test]
 fn syn_ack_programs_of_others_are_found_where_packets_come_in() {
     let Some(dir) = BpfDir::new("strangers") else { return };
@@ -180,7 +180,7 @@ fn syn_ack_programs_of_others_are_found_where_packets_come_in() {
         if Command::new("tc").args(others).status().unwrap().success() {
             assert_eq!(lookout.look(&live, &own, true), None, "a filter without a program");
         }
-        // A new interface is searched at once, and one that is gone no longer counts.
+        // A new interface is searched immediately, and one that is gone no longer counts.
         Net::here().veth_into("new", &other, "eth1").await;
         let new = Net::here().index("new").await;
         let both = BTreeMap::from([(index, "pod".to_owned()), (new, "new".to_owned())]);

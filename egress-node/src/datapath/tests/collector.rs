@@ -22,7 +22,7 @@ use std::{
 
 const BPF_MAP_LOOKUP_ELEM: i64 = 1;
 const BPF_MAP_UPDATE_BATCH: i64 = 26;
-/// Index of the one egress IP, and its address.
+/// Index of the only egress IP.
 const EGRESS: u32 = 1;
 
 struct Raw(MapData);
@@ -45,7 +45,7 @@ impl Raw {
     fn push<V: Pod>(&self, value: &V) {
         bpf(BPF_MAP_UPDATE_ELEM, &[self.fd(), 0, std::ptr::from_ref(value) as u64, 0]).unwrap();
     }
-    /// Runs of the collector: the last eight bytes of its element, after the timer.
+    /// Returns the number of the collector's runs: the last eight bytes of its element, after the timer.
     fn runs(&self) -> u64 {
         let (key, mut value) = (0u32, [0u64; 3]);
         bpf(BPF_MAP_LOOKUP_ELEM, &[self.fd(), std::ptr::from_ref(&key) as u64, value.as_mut_ptr() as u64, 0]).unwrap();
@@ -64,7 +64,7 @@ struct Kernel {
     dir: BpfDir,
 }
 
-/// One flow, `idle` ticks since its last packet out and since its last one back.
+/// One flow, with the ticks since its last packet out and since its last packet back.
 #[derive(Clone, Copy)]
 struct Idle {
     proto: u32,
@@ -152,7 +152,7 @@ impl Kernel {
         self.maps.counters().unwrap()[&Counter::FlowsExpired]
     }
 
-    /// Waits until this many flows are expired, and returns when that was.
+    /// Waits until this many flows are expired. Returns the time at which it saw that.
     fn wait_for(&self, expired: u64, patience: Duration) -> Instant {
         let start = Instant::now();
         while self.expired() < expired {
@@ -180,7 +180,7 @@ fn a_million_idle_flows_go_in_bounded_runs_while_no_agent_lives() {
     }
     let live = Idle { out: 0, back: 0, ..idle(MANY) };
     kernel.put(&[live]);
-    // The agent dies; its programs are only held by their timer.
+    // The agent dies; only the timer still holds its programs.
     drop(programs);
     assert_eq!(kernel.expired(), 0);
     let start = Instant::now();
@@ -228,12 +228,11 @@ fn every_protocol_and_state_has_its_own_limit() {
         let flow = |number, out, back| Idle { proto, number, ended: 0, states, out, back };
         due.push(flow(n, limit + 900, limit + 900));
         alive.push(flow(n + 1, limit - 900, limit - 900));
-        // Packets of one direction keep it.
+        // Packets of one direction keep the flow.
         alive.push(flow(n + 2, limit + 900, limit - 900));
         alive.push(flow(n + 3, limit - 900, limit + 900));
     }
-    // An end that only the remote side claims changes nothing; one that the pod has accepted ends the flow, even without the
-    // queue.
+    // An end that only the remote side claims changes nothing. An end that the pod has accepted ends the flow, even without the queue.
     let (half, reset) = (tcp::end::FIN | tcp::end::ACCEPTED, tcp::end::RST);
     let open = |number, ended, idle| Idle { proto: 6, number, ended, states: OPEN, out: idle, back: idle };
     alive.extend([open(100, half, 39_000), open(101, reset, 39_000), open(102, tcp::end::FIN, 39_000)]);
@@ -248,8 +247,7 @@ fn every_protocol_and_state_has_its_own_limit() {
         ..scenes::settings()
     });
     kernel.wait_for(due.len() as u64, Duration::from_secs(60));
-    // Every other flow was examined, too: when a flow queued after them all is gone, the queue has gone round once
-    // more.
+    // Every other flow was examined, too: when a flow queued after all of them is gone, the queue has gone round once more.
     let last = Idle { proto: 1, number: 200, ended: 0, states: [0; 2], out: 3_000, back: 3_000 };
     kernel.put(&[last]);
     kernel.wait_for(due.len() as u64 + 1, Duration::from_secs(60));

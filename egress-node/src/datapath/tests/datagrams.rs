@@ -1,5 +1,5 @@
-//! The reference NAT's part for fragments, and fragments as frames. Later fragments have no ports: they go where the first one of their
-//! datagram goes, and wait if it has not arrived yet. Nothing that waits is lost, changed or sent elsewhere.
+//! The reference NAT's part for fragments, and fragments as frames. Later fragments have no ports: they go where the first fragment of
+//! their datagram goes, and wait if it has not arrived yet. No waiting fragment is lost, changed or sent elsewhere.
 
 use super::{
     frames::{TCP, UDP, fragment, ip, read},
@@ -8,7 +8,7 @@ use super::{
 use egress_common::limits::{HELD_PER_DATAGRAM, HELD_TICKS};
 use std::{collections::BTreeMap, net::IpAddr, ops::Range};
 
-/// The IPv6 header of a fragment, as a next header.
+/// The next-header value of the IPv6 fragment header.
 const FRAGMENT: u8 = 44;
 
 /// A part of a datagram.
@@ -18,7 +18,7 @@ pub enum Part {
     First,
     /// Eight bytes: less than a TCP header.
     Tiny,
-    /// It overlaps all of the first one but eight bytes.
+    /// Overlaps all but the first eight bytes of the first fragment.
     Over,
     Middle,
     Last,
@@ -26,10 +26,10 @@ pub enum Part {
 
 impl Part {
     pub const ALL: [Part; 5] = [Part::First, Part::Tiny, Part::Over, Part::Middle, Part::Last];
-    /// As they leave the stack, which has reassembled the datagram.
+    /// The parts as they leave the stack, which has reassembled the datagram.
     pub const ORDERED: [Part; 3] = [Part::First, Part::Middle, Part::Last];
 
-    /// Its range of bytes in a datagram of this length, without the IP header.
+    /// Returns its range of bytes in a datagram of this length, without the IP header.
     fn bytes(self, len: usize) -> Range<usize> {
         match self {
             Part::First => 0..48,
@@ -44,12 +44,12 @@ impl Part {
         !matches!(self, Part::First | Part::Tiny)
     }
 
-    /// Whether it has all of a header of this protocol.
+    /// Returns whether it has the complete header of this protocol.
     pub fn has_header(self, proto: u8) -> bool {
         self == Part::First || self == Part::Tiny && proto != TCP
     }
 
-    /// This part of a frame, as one of the datagram `id`.
+    /// Cuts this part out of a frame, as a fragment of the datagram `id`.
     pub fn of(self, frame: &[u8], id: u16) -> Vec<u8> {
         let r = read(frame).unwrap();
         let body = &frame[r.l4..];
@@ -68,7 +68,7 @@ impl Part {
     }
 }
 
-/// Whether a fragment carries what it carried before it was translated.
+/// Returns whether translation has left the payload of a fragment unchanged.
 pub fn is_untouched(before: &[u8], after: &[u8]) -> bool {
     let (Some(b), Some(a)) = (read(before), read(after)) else { return false };
     let same = |range: Range<usize>| before[b.l4..].get(range.clone()) == after[a.l4..].get(range);
@@ -82,7 +82,7 @@ pub fn is_untouched(before: &[u8], after: &[u8]) -> bool {
         }
 }
 
-/// What identifies the fragments of one datagram (RFC 791; RFC 8200, section 4.5).
+/// The fields that identify the fragments of one datagram (RFC 791; RFC 8200, section 4.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Datagram {
     pub src: IpAddr,
@@ -92,13 +92,13 @@ pub struct Datagram {
 }
 
 impl Datagram {
-    /// The tuple of its first fragment with these ports, as sent.
+    /// Returns the tuple of its first fragment, as sent with these ports.
     pub fn with(&self, (pod_port, server_port): (u16, u16)) -> Tuple {
         Tuple { pod: self.src, pod_port, server: self.dst, server_port, proto: self.proto }
     }
 }
 
-/// A fragment that waits for its first one, and the tick since when.
+/// A fragment that waits for the first one of its datagram, and the tick of its arrival.
 type Waiting = (Vec<u8>, u32);
 
 #[derive(Debug, Default)]
@@ -114,12 +114,12 @@ impl Datagrams {
         self.firsts.insert(of, ports);
     }
 
-    /// The ports of a datagram whose first fragment is known.
+    /// Returns the ports of a datagram whose first fragment is known.
     pub fn ports(&self, of: &Datagram) -> Option<(u16, u16)> {
         self.firsts.get(of).copied()
     }
 
-    /// A fragment of an unknown datagram arrived, in this tick or the one before.
+    /// Records that a fragment of an unknown datagram arrived, in this tick or the one before.
     pub fn wait(&mut self, of: Datagram, frame: &[u8], now: u32) {
         let waiting = self.waiting.entry(of).or_default();
         if waiting.len() < HELD_PER_DATAGRAM as usize {
@@ -131,7 +131,7 @@ impl Datagrams {
         self.waiting.contains_key(of)
     }
 
-    /// A first fragment was sent on, with these frames after it.
+    /// Checks the frames that were sent on behind a first fragment.
     pub fn released(&mut self, of: &Datagram, behind: &[Vec<u8>], now: u32) -> Result<(), String> {
         let mut behind = behind.iter().peekable();
         for (frame, since) in self.waiting.remove(of).unwrap_or_default() {

@@ -26,7 +26,7 @@ use std::{
     net::IpAddr,
 };
 
-/// Encodes a history step by step; `check` sees what existed and what is wanted.
+/// Encodes a history step by step. `check` sees the view, the present tables and the wanted ones.
 fn each_step(history: &[(NodeView, bool)], mut check: impl FnMut(&NodeView, &Tables, &Tables)) {
     let mut encoder = Encoder::recover(&Tables::default());
     let mut present = Tables::default();
@@ -40,7 +40,7 @@ fn each_step(history: &[(NodeView, bool)], mut check: impl FnMut(&NodeView, &Tab
     }
 }
 
-/// What each class number stands for, by the endpoints that have it.
+/// Returns the meaning of each class number, by the endpoints that have it.
 fn class_numbers(view: &NodeView, tables: &Tables) -> BTreeMap<u32, BTreeSet<PolicyId>> {
     let mut numbers = BTreeMap::new();
     for endpoint in view.endpoints.values() {
@@ -129,7 +129,7 @@ proptest! {
             let first = Encoder::recover(present).encode(view, present).unwrap();
             let second = Encoder::recover(present).encode(view, present).unwrap();
             assert_eq!(first, second);
-            // Once they are in the maps, nothing is left to do.
+            // Once the tables are in the maps, nothing is left to do.
             let mut encoder = Encoder::recover(present);
             let first = encoder.encode(view, present).unwrap();
             assert_eq!(&encoder.encode(view, &first).unwrap(), &first);
@@ -214,7 +214,7 @@ fn a_retired_egress_ip_comes_back_to_its_index_and_gives_it_up_last() {
     );
     assert!(record.gateway == 0 && record.flags == 0 && gone.v4.egress_index.is_empty());
     assert_eq!(encoder.encode(&with(&[10]), &gone).unwrap(), first);
-    // Others take unused indices as long as there are any.
+    // Other addresses take unused indices as long as there are any.
     let all: Vec<u32> = (20..20 + limits::MAX_EGRESS_IPS as u32 - 2).collect();
     let others = encoder.encode(&with(&all), &gone).unwrap();
     assert_eq!(others.egress_ips[&1], record);
@@ -253,7 +253,7 @@ fn policies() -> impl Strategy<Value = Vec<Policy>> {
     })
 }
 
-/// A literal reading of the policies: the longest matching destination among those that do not exclude it wins.
+/// Reads the policies literally: the longest matching destination among the policies that do not exclude it wins.
 fn naive(policies: &[Policy], excepts: &[IpNet], destination: IpAddr) -> Option<PolicyId> {
     if excepts.iter().any(|e| e.contains(&destination)) {
         return None;
@@ -268,7 +268,7 @@ fn naive(policies: &[Policy], excepts: &[IpNet], destination: IpAddr) -> Option<
     matching.first().map(|(_, p)| p.id.clone())
 }
 
-/// The look-ups of `classify.rs`, one entry after the other.
+/// Performs the lookups of `classify.rs`, entry by entry.
 fn look_up<A: Ord + Copy>(t: &FamilyTables<A>, class: u32, addr: A, bits: impl Fn(A) -> u128, width: u32) -> u32 {
     let matches = |key: A, len: u32| len == 0 || bits(key) >> (width - len) == bits(addr) >> (width - len);
     if t.excepts.keys().any(|(key, len)| matches(*key, *len)) {
@@ -306,7 +306,7 @@ proptest! {
     }
 }
 
-/// A small view: a pod of its own for each policy, and each policy with its prefixes and one slot.
+/// Returns a small view: one pod per policy, and each policy with its prefixes and one slot.
 fn with_policies(policies: &[(usize, u32)]) -> NodeView {
     let mut view = NodeView { node: Some(scenes::node(0)), config: Some(scenes::settings()), ..NodeView::default() };
     view.egress_ips.insert(scenes::egress_ip(0), Default::default());
@@ -358,7 +358,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_and_all_else_goes_on() {
         assert_eq!(told.iter().map(|t| &t.policy).collect::<Vec<_>>(), [&scenes::policy_id(1)]);
         assert!(told[0].message.contains("ROUTES_V4"), "{}", told[0].message);
     }
-    // An old policy stays whatever is added, and returns when there is room.
+    // An existing policy stays whatever is added. A refused one is accepted when there is room.
     let (full, refused) = encoder.fit(&mut with_policies(&[(0, 3), (1, 200_000)]), &present).unwrap();
     assert_eq!(refused, Refused::default());
     let mut both = with_policies(&[(0, 3), (1, 200_000), (2, 100_000)]);
@@ -388,7 +388,7 @@ fn overflow_open_egress_ips_that_do_not_fit_are_refused_and_all_else_goes_on() {
     let (present, refused) = encoder.fit(&mut with(places), &Tables::default()).unwrap();
     assert_eq!(refused, Refused::default());
     let mut view = with(places + 1);
-    // It sorts first by address: existing ones still stay.
+    // This address sorts first, but existing ones stay.
     let late = IpAddr::from([10, 8, 0, 1]);
     view.egress_ips.insert(late, Default::default());
     view.egress_ips.remove(&addresses(places + 1).next_back().unwrap());
@@ -413,14 +413,14 @@ fn reused_pod_ip_another_pod_with_the_same_address_has_another_number() {
     for uid in ["a", "b", "c"] {
         let pod = view.endpoints.values().find(|e| e.ips.contains(&rig::addr(rig::POD4))).unwrap().clone();
         view.endpoints.retain(|_, e| !e.ips.contains(&rig::addr(rig::POD4)));
-        // Gone for a while: its number is free by then.
+        // The pod is gone for a while, so its number is free by then.
         for _ in 0..2 {
             present = encoder.encode(&view, &present).unwrap();
         }
         view.endpoints.insert(egress_core::model::EndpointId::new("prod", "web-0", uid), pod);
         present = encoder.encode(&view, &present).unwrap();
         assert!(seen.insert(number(&present)), "{uid} has the number of another pod");
-        // And it keeps it over a restart.
+        // The pod keeps its number over a restart.
         encoder = Encoder::recover(&present);
         let again = encoder.encode(&view, &present).unwrap();
         assert_eq!(number(&again), number(&present));

@@ -1,4 +1,4 @@
-//! Flows that have ended make room, and nothing else does. Rows churn, forged-close and reused-pod-ip of docs/failures.md.
+//! Flows that have ended, and only they, make room. Rows churn, forged-close and reused-pod-ip of docs/failures.md.
 
 use super::{
     frames::{TCP, UDP, fragment, ip, ports, read, seal, tcp, udp},
@@ -27,7 +27,7 @@ const FIN: u8 = 1;
 const SYN: u8 = 2;
 const RST: u8 = 4;
 const ACK: u8 = 16;
-/// The IPv6 header of a fragment, as a next header.
+/// The next-header value of the IPv6 fragment header.
 const FRAGMENT: u8 = 44;
 const POD: [&str; 2] = [POD4, POD6];
 /// Flows that one pod may have in these tests.
@@ -35,7 +35,7 @@ const SHARE: u32 = 200;
 /// Longer than the collector takes for anything.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One of many servers outside.
+/// Returns one of many servers outside.
 fn server(n: u32, like: IpAddr) -> IpAddr {
     match like {
         IpAddr::V4(_) => Ipv4Addr::from(0xcb00_7100 + n).into(),
@@ -43,7 +43,7 @@ fn server(n: u32, like: IpAddr) -> IpAddr {
     }
 }
 
-/// A scene with limits: the quota, and idle timeouts too long to expire meanwhile.
+/// Returns a scene with limits: the quota, and idle timeouts too long to expire during the test.
 fn limited() -> NodeView {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
@@ -52,7 +52,7 @@ fn limited() -> NodeView {
     view
 }
 
-/// A TCP segment with these numbers.
+/// Returns a TCP segment with these sequence and acknowledgement numbers.
 fn segment(ends: (IpAddr, IpAddr), ports: (u16, u16), flags: u8, seq: u32, ack: u32) -> Vec<u8> {
     let mut body = tcp(ports.0, ports.1, flags, &[]);
     body.truncate(20);
@@ -61,14 +61,14 @@ fn segment(ends: (IpAddr, IpAddr), ports: (u16, u16), flags: u8, seq: u32, ack: 
     seal(ip(ends.0, ends.1, TCP, &[], &body))
 }
 
-/// A connection of the pod, as far as the programs see it.
+/// A connection of the pod, as the programs see it.
 struct Connection {
     pod: IpAddr,
     server: IpAddr,
     port: u16,
-    /// What the server sees.
+    /// The address and port that the server sees.
     seen: (IpAddr, u16),
-    /// The next numbers of the pod and of the server.
+    /// The next sequence numbers of the pod and of the server.
     next: (u32, u32),
 }
 
@@ -91,7 +91,7 @@ impl Connection {
         Self::try_open(rig, pod, server, port)
             .unwrap_or_else(|| panic!("{refused}: {:?}", rig.writer.maps().counters()))
     }
-    /// A segment of the pod, which leaves with the port that it had.
+    /// Sends a segment of the pod, which must leave with the connection's port.
     #[track_caller]
     fn sends(&self, rig: &mut Rig, flags: u8) {
         let frame = segment((self.pod, self.server), (self.port, 443), flags, self.next.0, self.next.1);
@@ -99,7 +99,7 @@ impl Connection {
         assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
         assert_eq!((read(&out).unwrap().src, ports(&out).0), self.seen);
     }
-    /// A segment from the server's address.
+    /// Delivers a segment from the server's address. Returns the verdict.
     fn hears(&self, rig: &mut Rig, flags: u8, seq: u32) -> i32 {
         let frame = segment((self.server, self.seen.0), (443, self.seen.1), flags, seq, self.next.0);
         rig.run("uplink_ingress", &frame).0
@@ -125,7 +125,7 @@ impl Connection {
     }
 }
 
-/// Makes every flow, in both halves, older by `ticks`.
+/// Makes both halves of every flow older by `ticks`.
 fn age(rig: &Rig, ticks: u32) {
     fn older<A: Pod + Ord>(maps: &mut FamilyMaps<A>, ticks: u32)
     where
@@ -162,7 +162,7 @@ fn churn_closed_connections_make_room_for_new_ones_and_live_ones_stay() {
         let pod = addr(pod);
         let Some(mut rig) = Reused::new(&format!("churn-{n}"), &limited()) else { return };
         let lasting = Connection::open(&mut rig, pod, server(9_999, pod), 50_000);
-        // Each way to end: either side first, a reset of either side, a refusal, and a reset after data that the pod acknowledges later.
+        // Each way to end: closed by either side first, reset by either side, refused, or reset after data that the pod acknowledges later.
         for i in 0..6 * SHARE {
             let (to, port) = (server(i, pod), 20_000 + (i % 30_000) as u16);
             if i % 6 == 5 {
@@ -187,20 +187,20 @@ fn churn_closed_connections_make_room_for_new_ones_and_live_ones_stay() {
                 }
             }
         }
-        // On a slow machine some expire first.
+        // On a slow machine some flows expire first.
         let (reclaimed, ended) = (rig.count(Counter::FlowsReclaimed), rig.count(Counter::FlowsEnded));
         assert!(reclaimed > 0 && reclaimed + ended >= u64::from(5 * SHARE), "{:?}", rig.writer.maps().counters());
         assert_eq!(rig.count(Counter::DropPodShare), 0);
         lasting.sends(&mut rig, ACK);
-        // The rest has ended, too, and is removed seconds later without demand.
+        // The remaining flows have ended, too, and are removed seconds later without demand.
         age(&rig, ENDED_TICKS);
-        // By the queue, or by the collector's round if that comes first.
+        // The queue removes them, or the collector's round if that comes first.
         let start = Instant::now();
         while rig.count(Counter::FlowsEnded) + rig.count(Counter::FlowsExpired) < u64::from(6 * SHARE) - reclaimed {
             assert!(start.elapsed() < PATIENCE, "{:?}", rig.writer.maps().counters());
         }
         lasting.sends(&mut rig, ACK);
-        // Only live ones: the quota is used up, and none of them is evicted for another.
+        // Only live connections: the quota is used up, and none of them is evicted for another.
         let live: Vec<_> = (1..SHARE as u16)
             .map(|i| Connection::open(&mut rig, pod, server(u32::from(i) % 7, pod), 60_000 + i))
             .collect();
@@ -238,7 +238,7 @@ fn churn_questions_that_are_answered_make_room_and_streams_stay() {
             let r = read(sent).unwrap();
             seal(ip(r.dst, r.src, UDP, &[], &udp(port, ports(sent).0, b"answer")))
         };
-        // A stream with a name server, and one that has not been answered twice.
+        // A stream with a name server: the pod sends again after the answer.
         let stream = rig.run("pod_egress", &datagram(0, 4_000, 53)).1;
         assert_eq!(rig.run("uplink_ingress", &reply(&stream, 53)).0, REDIRECT);
         assert_eq!(rig.run("pod_egress", &datagram(0, 4_000, 53)).1, stream);
@@ -249,7 +249,7 @@ fn churn_questions_that_are_answered_make_room_and_streams_stay() {
             assert_eq!(rig.run("uplink_ingress", &reply(&out, port)).0, REDIRECT);
         }
         assert_eq!(rig.count(Counter::DropPodShare), 0);
-        // Those with a well-known port end early; the others keep the UDP timeout while nobody needs their place.
+        // Flows to a well-known port end early. The others keep the UDP timeout while no flow needs their place.
         age(&rig, ENDED_TICKS);
         let start = Instant::now();
         loop {
@@ -293,24 +293,24 @@ fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_w
                 assert_eq!(idle.hears(&mut rig, flags, seq), REDIRECT, "the pod decides");
             }
         }
-        // In the window, and answered by the pod with what it expects (RFC 5961).
+        // In the window, and the pod answers with a challenge ACK (RFC 5961).
         for flags in [FIN | ACK, RST] {
             idle.hears(&mut rig, flags, idle.next.1 + 100);
             idle.sends(&mut rig, ACK);
             idle.hears(&mut rig, flags, idle.next.1 + 200);
         }
-        // Ten minutes later; the collector has examined it when it has found the flow after it.
+        // Ten minutes later. The collector has examined the connection when it expires the flow queued after it.
         let question = seal(ip(pod, server(2, pod), UDP, &[], &udp(4_000, 5_353, b"question")));
         assert_eq!(rig.run("pod_egress", &question).0, REDIRECT);
         age(&rig, 560);
         wait(&rig, Counter::FlowsExpired, 1);
         assert_eq!(rig.count(Counter::FlowsEnded), 0);
-        // And it is not evicted for another flow.
+        // The connection is not evicted for another flow.
         let other = Connection::open(&mut rig, pod, server(3, pod), 40_001);
         assert!(Connection::try_open(&mut rig, pod, server(4, pod), 40_002).is_none());
         idle.sends(&mut rig, ACK);
         idle.says(&mut rig, ACK);
-        // The real one.
+        // A reset by the real server.
         other.says(&mut rig, RST);
         Connection::open(&mut rig, pod, server(4, pod), 40_002);
         assert_eq!(rig.count(Counter::FlowsReclaimed), 1);
@@ -318,7 +318,7 @@ fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_w
     }
 }
 
-/// Before the server has answered, nothing tells a forged refusal from a real one.
+/// Until the server has answered, a forged refusal cannot be told from a real one.
 #[test]
 fn forged_close_a_refusal_is_void_once_the_server_accepts() {
     for (n, pod) in POD.into_iter().enumerate() {
@@ -340,7 +340,7 @@ fn forged_close_a_refusal_is_void_once_the_server_accepts() {
     }
 }
 
-/// The first fragment of a reset from the server's address: all of its header, and none of the data behind it.
+/// Returns the first fragment of a reset from the server's address: the whole header, and none of the data behind it.
 fn first_fragment(of: &Connection, seq: u32) -> Vec<u8> {
     let mut header = tcp(443, of.seen.1, RST, &[1; 4]);
     header.truncate(24);
@@ -352,13 +352,13 @@ fn first_fragment(of: &Connection, seq: u32) -> Vec<u8> {
     seal(ip(of.server, of.seen.0, FRAGMENT, &more, &header))
 }
 
-/// A socket with everything that this network namespace sends, unchanged.
+/// Returns a socket that receives everything that this network namespace sends, unchanged.
 fn wire() -> OwnedFd {
     let (family, kind, flags) = (AddressFamily::Packet, SockType::Raw, SockFlag::SOCK_NONBLOCK);
     socket::socket(family, kind, flags, SockProtocol::EthAll).unwrap()
 }
 
-/// Whether this frame was among them.
+/// Returns whether this frame was among the sent ones.
 fn was_sent(wire: &OwnedFd, frame: &[u8]) -> bool {
     let mut buffer = [0; 256];
     std::iter::from_fn(|| {
@@ -383,7 +383,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
         let wire = wire();
         for one in [&alive, &dead] {
             for flags in [RST, RST | ACK] {
-                // After 700 bytes that the pod has not acknowledged.
+                // The reset follows 700 bytes that the pod has not acknowledged.
                 let reset = |from, port| {
                     segment((one.server, from), (443, port), flags, one.next.1.wrapping_add(700), one.next.0)
                 };
@@ -394,7 +394,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
                 assert!(was_sent(&wire, &[&out[..14], &reset(pod, one.port)[14..]].concat()), "the reset is lost");
             }
         }
-        // Forged or not, data never get the pod's next sequence number.
+        // A segment with data, forged or not, never gets the pod's next sequence number.
         let mut data = tcp(443, alive.seen.1, RST, &[]);
         data[4..8].copy_from_slice(&(alive.next.1 + 700).to_be_bytes());
         let data = seal(ip(alive.server, alive.seen.0, TCP, &[], &data));
@@ -403,7 +403,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
             (verdict, out[data.len() - 31..][4..14].to_vec()),
             (REDIRECT, data[data.len() - 31..][4..14].to_vec())
         );
-        // Nor do they in later fragments, which would follow the challenge as well.
+        // Neither does a first fragment: data in later fragments would follow the challenge as well.
         let first = first_fragment(&alive, alive.next.1 + 700);
         let (verdict, out) = rig.run("uplink_ingress", &first);
         assert_eq!(
@@ -435,7 +435,7 @@ fn reused_pod_ip_a_pod_inherits_neither_flows_nor_a_used_up_share() {
         let endpoint = view.endpoints.remove(&scenes::endpoint_id(0)).unwrap();
         view.endpoints.insert(scenes::endpoint_id(8), endpoint);
         rig.write(&view);
-        // A tick later, nothing is delivered to them and nothing of them is sent.
+        // A tick later, nothing is delivered to the old connections, and nothing of theirs is sent.
         age(&rig, 1);
         assert_eq!(dead[0].hears(&mut rig, ACK, dead[0].next.1), SHOT);
         assert_eq!(rig.count(Counter::DropNoReverse), 1);

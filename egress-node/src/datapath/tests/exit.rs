@@ -1,6 +1,6 @@
-//! `exit_egress`: single packets that leave, as the host or a foreign program made them.
+//! Tests `exit_egress` with single packets that leave, made by the host or by a foreign program.
 //!
-//! `BPF_PROG_TEST_RUN` accepts no notes: packets of our own programs are left to the end-to-end tests.
+//! `BPF_PROG_TEST_RUN` accepts no notes: the end-to-end tests cover packets of our own programs.
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tagged, tcp, udp},
@@ -26,7 +26,7 @@ use std::{collections::BTreeMap, net::IpAddr, os::fd::AsRawFd as _};
 
 const SYN: u8 = 2;
 const ACK: u8 = 16;
-/// A pod's interface: that of every packet that the kernel makes for `BPF_PROG_TEST_RUN`.
+/// The interface of every packet that the kernel makes for `BPF_PROG_TEST_RUN`, here a pod's interface.
 const POD_IFINDEX: u32 = 1;
 fn view() -> NodeView {
     let mut view = scene();
@@ -41,7 +41,7 @@ fn families() -> [(IpAddr, IpAddr, IpAddr); 2] {
 }
 
 impl Rig {
-    /// Runs a frame at an exit that came in by this interface; 0: this host has made it.
+    /// Runs a frame at an exit. `ingress` is the interface that it arrived on; 0: this host made it.
     fn leave(&mut self, frame: &[u8], ingress: u32) -> (i32, Vec<u8>) {
         self.run_with("exit_egress", frame, &[(INGRESS_IFINDEX, ingress)])
             .expect("a frame that the kernel runs programs with")
@@ -66,7 +66,7 @@ fn packets_that_the_host_forwarded_are_translated_and_confirm_their_flow() {
             let frame = seal(ip(pod, server, proto, &[], &body));
             assert_eq!(rig.run("pod_egress", &frame), (NEXT, frame.clone()), "the host decides");
             let passed = rig.count(Counter::FirewallPassed);
-            // Any exit will do, and the packet's addresses and ports are enough.
+            // Any exit will do, and the packet's addresses and ports suffice.
             let (verdict, out) = rig.leave(&frame, POD_IFINDEX);
             assert_eq!((verdict, read(&out).unwrap().src), (REDIRECT, egress), "{:?}", rig.writer.maps().counters());
             assert_eq!(read(&out).unwrap().hops, read(&frame).unwrap().hops, "a router has already decremented it");
@@ -79,7 +79,7 @@ fn packets_that_the_host_forwarded_are_translated_and_confirm_their_flow() {
 #[test]
 fn a_packet_checked_under_older_tables_leaves_if_its_slot_is_still_valid() {
     let Some(mut rig) = Reused::new("exit-changed", &view()) else { return };
-    // Something unrelated changes between `pod_egress` and the exit: nothing is lost.
+    // Either something unrelated changes between `pod_egress` and the exit: nothing is lost.
     let mut other = view();
     other.endpoints.retain(|_, pod| !pod.ips.contains(&addr(STRANGER)));
     // Or the policy loses its slots.
@@ -116,7 +116,7 @@ fn packets_that_no_program_has_seen_do_not_leave() {
             rig.kept(&seal(ip(pod, server, proto, &[], &body)), POD_IFINDEX, Counter::DropUnguarded);
         }
         rig.kept(&ip(pod, server, 47, &[], b"GRE"), POD_IFINDEX, Counter::DropUnguarded);
-        // `pod_egress` lets through answers to queries that nobody has seen, and connections from before the policy.
+        // `pod_egress` lets through answers to queries that no program has seen, and connections that the outside opened.
         let (kind, protocol) = if pod.is_ipv4() { (0, ICMP) } else { (129, ICMPV6) };
         let answer = seal(ip(pod, server, protocol, &[], &icmp(kind, 7, b"pong")));
         assert_eq!(rig.leave(&answer, POD_IFINDEX), (NEXT, answer.clone()));
@@ -126,7 +126,7 @@ fn packets_that_no_program_has_seen_do_not_leave() {
         assert_eq!(rig.run("pod_egress", &reply).0, NEXT, "the outside has opened it");
         assert_eq!(rig.leave(&reply, POD_IFINDEX), (NEXT, reply.clone()));
     }
-    // Pods that no policy selects, destinations that none touches, and others.
+    // Pods that no policy selects, destinations that no policy touches, and others.
     for (from, to) in [(STRANGER, SERVER4), (POD4, "198.18.3.4"), (SERVER4, POD4), (POD4, "169.254.169.254")] {
         let frame = seal(ip(addr(from), addr(to), UDP, &[], &udp(1, 2, b"whatever")));
         assert_eq!(rig.leave(&frame, POD_IFINDEX), (NEXT, frame.clone()), "{from} to {to}");
@@ -165,7 +165,7 @@ fn only_our_programs_may_send_with_an_egress_ip() {
             assert_eq!(rig.leave(&tag(&harmless), 0), (NEXT, tag(&harmless)));
         }
     }
-    // Nor do headers without an end: what is behind them may be for the tunnel's port.
+    // Neither does a header chain that is too long to parse: the datagram behind it may be for the tunnel's port.
     let many = [[60, 0, 1, 4, 0, 0, 0, 0].repeat(6), vec![UDP, 0, 1, 4, 0, 0, 0, 0]].concat();
     for source in [EGRESS6, SERVER6] {
         let hidden = ip(addr(source), addr(SERVER6), 60, &many, &udp(1, TUNNEL_PORT, b""));
@@ -190,7 +190,7 @@ fn only_our_programs_may_send_to_the_tunnels_port() {
             rig.kept(&datagram(TUNNEL_PORT), ingress, Counter::DropTunnelPort);
             assert_eq!(rig.leave(&datagram(TUNNEL_PORT + 1), ingress).0, NEXT);
         }
-        // Other nodes' traffic, where this one is a router between them.
+        // Other nodes' traffic, if this node is a router between them.
         assert_eq!(rig.leave(&datagram(TUNNEL_PORT), 3).0, NEXT);
     }
 }
@@ -215,7 +215,7 @@ fn only_a_probe_leaves_as_the_agents_probe() {
         rig.kept(&marked(&[], &udp(5000, 53, &payload)), 0, Counter::DropForged);
         rig.kept(&marked(&[], &udp(PORT, PORT, &[&[0; 4], &payload[4..]].concat())), 0, Counter::DropForged);
         if egress.is_ipv4() {
-            // A probe among the options, and something else behind them.
+            // A probe among the options, and another datagram behind them.
             let ports = [PORT.to_be_bytes(), PORT.to_be_bytes()].concat();
             let options = [&ports[..], &[0; 4], &payload[..8]].concat();
             rig.kept(&marked(&options, &udp(5000, 53, &payload)), 0, Counter::DropForged);
@@ -223,7 +223,7 @@ fn only_a_probe_leaves_as_the_agents_probe() {
     }
 }
 
-/// Sends a frame through a packet socket that says it is of another protocol. A frame that a program drops is reported as lost.
+/// Sends a frame through a packet socket that declares another protocol. Ignores the error that reports a dropped frame.
 fn send_as(protocol: u16, ifindex: u32, frame: &[u8]) {
     use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
     let wire = socket(AddressFamily::Packet, SockType::Raw, SockFlag::empty(), None).unwrap();
@@ -262,7 +262,7 @@ fn a_packet_socket_that_lies_about_the_protocol_does_not_send_with_an_egress_ip(
     });
 }
 
-/// Row mtu of docs/failures.md: between an underlay of large packets and an uplink of small ones.
+/// Row mtu of docs/failures.md: from an underlay with large packets to an uplink with small ones.
 #[test]
 fn what_is_too_large_for_the_uplink_is_dropped_and_counted() {
     const UPLINK_MTU: usize = 1_500;

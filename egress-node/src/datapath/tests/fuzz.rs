@@ -1,8 +1,8 @@
-//! Arbitrary bytes through the programs: never a wrong class of verdict, never a broken checksum.
+//! Runs arbitrary bytes through the programs: never a wrong class of verdict, never a broken checksum.
 //!
-//! `tests/corpus/frames.hex` holds a frame for each different thing that the programs have been seen to do, in hexadecimal;
-//! all of them go first. A frame that fails is printed like that: add it to the file. `SPILLWAY_CORPUS=FILE` makes the test
-//! write the frames with which it sees something new to a file.
+//! `tests/corpus/frames.hex` holds, in hexadecimal, one frame for each different behaviour that the programs have shown. All of them go
+//! first. The test prints a failing frame in that form: add it to the file. With `SPILLWAY_CORPUS=FILE`, it writes each frame that shows a
+//! new behaviour to a file.
 
 use super::{
     frames::{HOST_MAC, ICMP, ICMPV6, Read, TCP, UDP, icmp, ip, ports, read, seal, sums, tcp, udp},
@@ -27,7 +27,7 @@ use std::{
 const CORPUS: &str = include_str!("../../../../tests/corpus/frames.hex");
 const PROGRAMS: [&str; 3] = ["pod_egress", "tunnel_ingress", "uplink_ingress"];
 
-/// Packets to start from: from the pod, and towards the egress IP.
+/// Returns packets to start from: from the pod, and towards the egress IP.
 fn seeds() -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for (pod, egress, server) in [(POD4, EGRESS4, SERVER4), (POD6, EGRESS6, SERVER6)] {
@@ -88,8 +88,7 @@ fn hex(frame: &[u8]) -> String {
     frame.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A packet (no shorter than what the kernel accepts for a test run) with some bytes changed, cut off or added; or no packet
-/// at all.
+/// Generates a packet (no shorter than the kernel accepts for a test run) with some bytes changed or cut off, or arbitrary bytes.
 fn frame() -> impl Strategy<Value = Vec<u8>> {
     let damage = vec((12usize..100, any::<u8>()), 0..6);
     let start: Vec<_> = seeds().into_iter().chain(corpus()).collect();
@@ -107,7 +106,7 @@ fn frame() -> impl Strategy<Value = Vec<u8>> {
     prop_oneof![8 => damaged, 1 => vec(any::<u8>(), 34..200)]
 }
 
-/// Source and destination of a frame, even if it is otherwise malformed.
+/// Returns the source and destination of a frame, even if it is otherwise malformed.
 fn addresses(f: &[u8]) -> Option<(IpAddr, IpAddr)> {
     let four = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(f.get(at..at + 4)?).ok()?).into());
     let sixteen = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(f.get(at..at + 16)?).ok()?).into());
@@ -121,13 +120,13 @@ fn addresses(f: &[u8]) -> Option<(IpAddr, IpAddr)> {
 /// What a program may do with a frame (docs/design.md, "Packet paths").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
-    /// It passes unchanged: it does not concern us.
+    /// It passes unchanged: Spillway is not concerned.
     Untouched,
     /// It leaves translated, or not at all.
     Steered,
     /// It is dropped.
     Dropped,
-    /// Anything but being sent.
+    /// It passes or is dropped, but is not sent.
     NotSent,
     /// The rules leave it open.
     Open,
@@ -149,7 +148,7 @@ fn never_leaves(destination: IpAddr) -> bool {
     }
 }
 
-/// Whether the pod sends it about something that the outside began, or that the stack has to answer.
+/// Returns whether the frame is about something that the outside began, or that the stack must answer.
 fn is_an_answer(f: &[u8], r: &Read) -> bool {
     let first = f.get(r.l4).copied();
     let flags = f.get(r.l4 + 13).copied().unwrap_or(0);
@@ -162,7 +161,7 @@ fn is_an_answer(f: &[u8], r: &Read) -> bool {
     r.hops <= 1 || answer && !r.later_fragment
 }
 
-/// Whether headers can be read up to that of the transport, if it may be UDP.
+/// Returns whether the headers can be read up to the transport header, if that may be UDP.
 fn is_readable(f: &[u8]) -> bool {
     let Some(r) = read(f) else { return false };
     let plain = if r.src.is_ipv4() { f[14] >> 4 == 4 && f[14] & 15 >= 5 } else { f[14] >> 4 == 6 && r.l4 < 54 + 6 * 8 };
@@ -177,7 +176,7 @@ fn is_for_tunnel(f: &[u8]) -> bool {
     read(f).is_some_and(|r| r.proto == UDP && f.len() >= r.l4 + 4 && ports(f).1 == TUNNEL_PORT)
 }
 
-/// Whether the frame is for another host's MAC address.
+/// Returns whether the frame is for another host's MAC address.
 fn is_for_other_host(f: &[u8]) -> bool {
     f[0] & 1 == 0 && f[..6] != HOST_MAC
 }
@@ -204,12 +203,12 @@ fn class(program: &str, f: &[u8]) -> Class {
             Some(r) if is_an_answer(f, &r) => Class::Open,
             _ => Class::Steered,
         },
-        // There is no tunnel metadata.
+        // A test run has no tunnel metadata.
         "tunnel_ingress" => Class::Dropped,
         _ => {
             let ours = [addr(EGRESS4), addr(EGRESS6)].contains(&dst);
             match read(f) {
-                // Neighbour solicitations are about the address in them.
+                // A neighbour solicitation is about the address in its body.
                 Some(r) if r.proto == ICMPV6 && r.hops == 255 => {
                     if ours {
                         Class::Open
@@ -261,7 +260,7 @@ fn check(program: &str, f: &[u8], verdict: i32, out: &[u8]) -> Result<(), String
     }
 }
 
-/// What a frame looks like: family, transport, whether it is a later fragment, whether something lies between the headers.
+/// The look of a frame: family, transport, whether it is a later fragment, whether something lies between the headers.
 type Kind = (Option<bool>, u8, bool, bool);
 
 fn looks(f: &[u8]) -> Kind {
@@ -275,7 +274,7 @@ fn looks(f: &[u8]) -> Kind {
     }
 }
 
-/// The rig, and what it has been seen doing.
+/// The rig, and the behaviour that it has shown.
 struct Watch {
     rig: Rig,
     maps: Maps,
@@ -284,7 +283,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Runs all programs with a frame. Returns whether one of them did something new.
+    /// Runs all programs with a frame. Returns whether any of them showed new behaviour.
     fn run(&mut self, frame: &[u8]) -> Result<bool, String> {
         let mut new = false;
         for program in PROGRAMS {
@@ -295,7 +294,7 @@ impl Watch {
             let counted = after.into_iter().filter(|(counter, n)| before[counter] != *n).map(|(counter, _)| counter);
             new |= self.seen.insert((looks(frame), program, verdict, counted.collect()));
             self.sent += usize::from(verdict == REDIRECT);
-            // What the pod has answered is left alone afterwards: the pod's answers are forgotten before the next frame.
+            // Packets of a flow that the pod has answered are left alone, so the records of answers are removed before the next frame.
             if program == "pod_egress" && class(program, frame) == Class::Open {
                 self.forget_answers();
             }

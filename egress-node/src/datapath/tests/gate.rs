@@ -1,4 +1,4 @@
-//! What a pod's interface lets through at all, and which packets about an unconfirmed flow are accepted.
+//! Packets that a pod's interface lets through at all, and packets about an unconfirmed flow that are accepted.
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
@@ -14,7 +14,7 @@ const ACK: u8 = 16;
 /// Addresses of another node's pods.
 const REMOTE: [&str; 2] = ["10.2.0.7", "fd00:2::7"];
 
-/// The scene, with these firewall flags.
+/// Returns a rig with the scene and these firewall flags.
 fn rig(test: &str, firewall: u32) -> Option<Reused> {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
@@ -22,7 +22,7 @@ fn rig(test: &str, firewall: u32) -> Option<Reused> {
     Reused::new(test, &view)
 }
 
-/// Something between the headers of a datagram: its protocol number as in the header, and the bytes.
+/// Returns what may lie between the headers of a datagram: the protocol number for the IP header, and the bytes.
 fn between(src: IpAddr) -> Vec<(u8, Vec<u8>)> {
     let options = [7, 7, 4, 0, 0, 0, 0, 1].to_vec();
     let extensions = |n: usize| {
@@ -61,7 +61,7 @@ fn pod_packets_that_cannot_be_read_up_to_udp_are_dropped() {
         for len in [0, 3, 7] {
             rig.dropped("pod_egress", &whole[..header + len], Counter::DropMalformed);
         }
-        // Others may be cut short: no port is hidden there.
+        // Packets of other protocols may be cut short: they hide no port.
         let segment = ip(pod, server, TCP, &[], &tcp(1, 2, ACK, &[]));
         assert_eq!(rig.run("pod_egress", &segment[..header + 8]).0, NEXT);
     }
@@ -126,7 +126,7 @@ macro_rules! each_flow {
     };
 }
 
-/// What the outside can send about the pod's flow: an answer, and a router's error.
+/// Returns the packets that the outside can send about the pod's flow: an answer, and a router's error.
 fn said(rig: &Rig, egress: IpAddr, server: IpAddr) -> [Vec<u8>; 2] {
     let mut maps = Maps::open(rig.pins()).unwrap();
     let mut port = 0;
@@ -147,7 +147,7 @@ fn nothing_passes_in_either_direction_for_a_flow_that_the_firewall_has_not_let_p
         let question = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"question")));
         assert_eq!(rig.run("pod_egress", &question).0, NEXT, "the firewall decides");
         let (kind, protocol) = if pod.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
-        // An error of `pod` about something that the server sent to it.
+        // An error of `pod` about a packet that the server sent to it.
         let error = |to: IpAddr| {
             let quote = seal(ip(server, pod, UDP, &[], &udp(53, 40_000, b"answer"))).split_off(14);
             seal(ip(pod, to, protocol, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &quote].concat()))
@@ -161,14 +161,14 @@ fn nothing_passes_in_either_direction_for_a_flow_that_the_firewall_has_not_let_p
         for frame in said(&rig, egress, server) {
             rig.dropped("uplink_ingress", &frame, Counter::DropNotConfirmed);
         }
-        // The firewall lets it pass.
+        // The firewall lets the flow pass.
         let forwarded = [(INGRESS_IFINDEX, 1)];
         assert_eq!(rig.run_with("exit_egress", &question, &forwarded).unwrap().0, REDIRECT);
         for frame in said(&rig, egress, server) {
             assert_eq!(rig.run("uplink_ingress", &frame).0, REDIRECT, "{:?}", rig.writer.maps().counters());
         }
         assert_eq!(rig.run("pod_egress", &error(server)).0, REDIRECT);
-        // Only to the sender that it is about.
+        // An error goes only to the sender that it is about.
         let elsewhere = if pod.is_ipv4() { addr("203.0.113.77") } else { addr("2001:db8:f::77") };
         rig.dropped("pod_egress", &error(elsewhere), Counter::DropMalformed);
     }
@@ -181,7 +181,7 @@ fn mend(rig: &mut Rig, question: &[u8]) {
     keys.iter().for_each(|key| maps.v4.reverse.remove(key).unwrap());
     let keys: Vec<_> = maps.v6.reverse.entries().unwrap().into_keys().collect();
     keys.iter().for_each(|key| maps.v6.reverse.remove(key).unwrap());
-    // As if its last packet had been seen a tick ago.
+    // As if the flow's last packet had been seen a tick ago.
     each_flow!(maps, addr(POD4), |flow| flow.last_seen -= 1);
     each_flow!(maps, addr(POD6), |flow| flow.last_seen -= 1);
     let repaired = rig.count(Counter::FlowsRepaired);

@@ -1,4 +1,4 @@
-//! `tunnel_ingress` behind a real tunnel device: what other nodes, and hosts that are no nodes, send to a gateway.
+//! `tunnel_ingress` behind a real tunnel device: packets to a gateway from other nodes, and from hosts that are not nodes.
 
 use super::{
     frames::{TCP, UDP, ip, seal, tcp, udp},
@@ -28,7 +28,7 @@ use std::{
     net::{IpAddr, TcpListener, TcpStream, UdpSocket},
 };
 
-/// The gateway's address, another node's, and one that is no node's.
+/// The addresses of the gateway, of another node, and of a host that is not a node.
 const GATEWAY: &str = "10.0.0.1";
 const SOURCE: &str = "10.0.0.2";
 const NOBODY: &str = "10.0.0.9";
@@ -52,8 +52,8 @@ async fn counted(rig: &Rig, counter: Counter, n: u64) {
     assert_eq!(rig.count(counter), n, "{}: {:?}", counter.name(), rig.writer.maps().counters());
 }
 
-/// This node owns [`EGRESS4`]; [`OTHER_BLOCK`] of it is `n2`'s, whose tunnel address is [`SOURCE`]; it does not own
-/// 192.0.2.99.
+/// Returns a view in which this node owns [`EGRESS4`], and `n2`, whose tunnel address is [`SOURCE`], holds [`OTHER_BLOCK`] of it. This node
+/// does not own 192.0.2.99.
 fn view(uplink: u32, tunnel: u32) -> NodeView {
     let mut view = scene();
     let owned = view.egress_ips.get_mut(&addr(EGRESS4)).unwrap();
@@ -68,7 +68,7 @@ fn view(uplink: u32, tunnel: u32) -> NodeView {
     view
 }
 
-/// Another host's namespace, and the pod's interface.
+/// The namespace of another host, and the index of the pod's interface.
 struct GatewayFixture {
     other: NetNs,
     pod: u32,
@@ -104,12 +104,12 @@ async fn gateway(rig: &mut Rig) -> GatewayFixture {
     GatewayFixture { other, pod, _attached: attacher }
 }
 
-/// A segment with this source, as a source node sends it.
+/// Returns a segment with this source, as a source node sends it.
 fn from(egress: &str, port: u16) -> Vec<u8> {
     seal(ip(addr(egress), addr(SERVER4), TCP, &[], &tcp(port, 443, 2, &[])))
 }
 
-/// The inner MAC address does not matter, although the stack would drop packets for it.
+/// The inner MAC address does not matter, although the stack would drop packets because of it.
 #[test]
 fn otherhost_frames_with_any_inner_mac_address_are_forwarded() {
     let Some(mut rig) = Rig::new("otherhost", &NodeView::default()) else { return };
@@ -145,8 +145,8 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
         }
         assert_eq!(rig.count(Counter::Forwarded), 1);
 
-        // A reply whose forward half is gone, in the tick of the previous one: it is delivered, and not taken for a
-        // connection from the outside, after which the pod's packets would leave untranslated.
+        // A reply whose forward half is gone, in the tick of the reverse half: it is delivered, and not taken for a connection from
+        // outside, after which the pod's packets would leave untranslated.
         let port = port_block::first_port(OWN_BLOCKS[0]);
         let reply = seal(ip(addr(SERVER4), addr(EGRESS4), UDP, &[], &udp(53, port, b"answer")));
         let v4 = |a: &str| match addr(a) {
@@ -171,7 +171,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
             egress: 1,
             egress_generation: 1,
             endpoint: rig.writer.maps().v4.endpoints.get(&v4(POD4)).unwrap().map_or(0, |e| e.id),
-            // Ahead of every packet of this test, except by one tick.
+            // At most one tick older than any packet of this test.
             last_seen: now_tick(),
             pod_mac: [0x1111; 3],
             host_mac: [0x2222; 3],
@@ -184,7 +184,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
         send(other, SOURCE, VNI_REPLY, &reply);
         counted(&rig, Counter::Delivered, 1).await;
         assert_eq!(rig.count(Counter::Untouched), 0);
-        // The converse, to show that the test works: the same packet from elsewhere opens a connection.
+        // The converse, to show that the test works: a packet for the pod's own address opens a connection.
         let inbound = seal(ip(addr(SERVER4), addr(POD4), UDP, &[], &udp(54, 4000, b"hello")));
         assert_eq!(rig.run("pod_ingress", &inbound).0, NEXT);
         assert_eq!(rig.count(Counter::Untouched), 1);
@@ -237,7 +237,7 @@ fn packets_of_the_nodes_own_sockets_reach_its_stack_and_those_of_flows_the_holde
     });
 }
 
-/// How many IPv4 packets this namespace's stack has received.
+/// Returns the number of IPv4 packets that this namespace's stack has received.
 fn received() -> u64 {
     let text = std::fs::read_to_string("/proc/thread-self/net/snmp").unwrap();
     let row = text.lines().filter(|line| line.starts_with("Ip:")).nth(1).unwrap();
@@ -291,7 +291,7 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
         };
         copies(2).await;
 
-        // For TCP the server decides whose segment it is: it belongs to the sender of the SYN that it answered last.
+        // For TCP, the server decides which connection a segment belongs to: the one whose SYN the server answered last.
         const ACK: u8 = 16;
         const RST: u8 = 4;
         let opens = seal(ip(addr(EGRESS4), addr(SERVER4), TCP, &[], &tcp(first, 443, 2, &[])));
@@ -300,7 +300,7 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
             body[8..12].copy_from_slice(&acknowledged.to_be_bytes());
             rig.run("uplink_ingress", &seal(ip(addr(SERVER4), addr(EGRESS4), TCP, &[], &body))).0
         };
-        // One after the sequence number of what `tcp` makes.
+        // The sequence number after that of a segment that `tcp` makes.
         const ANSWER: u32 = 2;
         let opens = |rig: &mut Rig| rig.run_with("exit_egress", &opens, &[(INGRESS_IFINDEX, 1)]).unwrap().0;
         assert_eq!(opens(&mut rig), NEXT);
@@ -316,7 +316,7 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
         assert_eq!(segment(&mut rig, 2 | ACK, 5000), REDIRECT, "another connection has the 5-tuple");
         assert_eq!(segment(&mut rig, ACK, 5000), REDIRECT);
 
-        // A reset that answers no SYN may be either's.
+        // A reset that answers no SYN may belong to either connection.
         copies(3).await;
 
         // Nothing has left for longer than the idle timeout.
@@ -345,7 +345,7 @@ fn a_hint_leads_to_no_other_address_and_to_none_that_is_no_egress_ip_any_more() 
     let mut unleased = both.egress_ips[&addr(EGRESS4)].clone();
     unleased.leases.clear();
     both.egress_ips.insert(twin, unleased);
-    // Of the other family, with the same last word.
+    // An address of the other family with the same last word.
     let cousin = addr("2001:db8::c000:20a");
     assert_eq!(net::any(cousin)[3], net::any(addr(EGRESS4))[3]);
     both.egress_ips.insert(cousin, both.egress_ips[&twin].clone());

@@ -1,4 +1,4 @@
-//! An upgrade to programs with longer records: those of a next version, which the test builds.
+//! An upgrade to programs with longer records: the test builds programs of a next version.
 
 use super::{
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
@@ -37,7 +37,7 @@ const CHANGES: [(&str, &str, &str); 4] = [
     ("egress-ebpf/src/source/deliver.rs", "let mut flow = Flow {", "let mut flow = Flow {\n        new: 0,"),
 ];
 
-/// The programs of the next version.
+/// Builds the programs of the next version.
 fn next() -> Vec<u8> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let copy = tempfile::tempdir().unwrap();
@@ -61,8 +61,8 @@ fn next() -> Vec<u8> {
     let toolchain = toolchain::Toolchain::find().unwrap_or_else(|missing| panic!("{missing}"));
     let mut build = toolchain.cargo("build");
     build.args(["--release", "--package", "egress-ebpf", "--bin", "spillway", "--offline"]).current_dir(copy.path());
-    // In a copy of the folder of this version's programs all that they depend on is compiled already. In the folder itself cargo would take
-    // the changed crates for these.
+    // In a copy of the target folder of this version's programs, all their dependencies are already compiled. In the folder itself, cargo
+    // would take the changed crates for these.
     let target = copy.path().join("target");
     let status = Command::new("cp").args(["-a", env!("SPILLWAY_EBPF_TARGET")]).arg(&target).status();
     assert!(status.unwrap().success());
@@ -76,13 +76,13 @@ fn opening(pod: &str, server: &str, port: u16) -> Vec<u8> {
     seal(ip(addr(pod), addr(server), TCP, &[], &tcp(port, 443, SYN, &[])))
 }
 
-/// How many IPv4 flows the pinned table has, whatever its records.
+/// Returns the number of IPv4 flows in the pinned table, whatever the type of its records.
 fn flows(rig: &Rig) -> usize {
     let map = MapData::from_pin(rig.pins().map("FLOWS_V4")).unwrap();
     reused::keys(&map).unwrap().len()
 }
 
-/// The address and the port that a packet of the pod leaves with.
+/// Returns the address and the port that a packet of the pod leaves with.
 fn leaves(rig: &mut Rig, frame: &[u8]) -> (IpAddr, u16) {
     let (verdict, out) = rig.run("pod_egress", frame);
     assert_eq!(verdict, REDIRECT);
@@ -93,7 +93,7 @@ fn leaves(rig: &mut Rig, frame: &[u8]) -> (IpAddr, u16) {
 fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_the_older_tables() {
     let sizes = Sizes { max_flows: 4 * u32::from(FLOWS), ..Sizes::default() };
     let Some(mut rig) = Rig::of_size("grown", &scene(), sizes) else { return };
-    // Building takes longer than a flow may be idle.
+    // Built first, because building takes longer than a flow may be idle.
     let next = next();
     let mut before = BTreeMap::new();
     for (pod, server) in [(POD4, SERVER4), (POD6, SERVER6)] {
@@ -107,14 +107,14 @@ fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_the_older_tab
     let many = flows(&rig);
     assert!(many > usize::from(FLOWS) / 2, "{many} flows");
 
-    // Another setting has no effect while the maps exist.
+    // Another size has no effect while the maps exist.
     let next = Programs::load_from(&next, rig.pins(), Sizes { max_flows: 64, ..sizes }).unwrap();
     assert_eq!(MapInfo::from_pin(rig.pins().map("FLOWS_V4")).unwrap().value_size() as usize, size_of::<Flow>() + 8);
     assert_eq!(flows(&rig), many);
     let left = fs::read_dir(rig.pins().maps()).unwrap().filter_map(|e| e.unwrap().file_name().into_string().ok());
     assert_eq!(left.filter(|name| name.ends_with("-older")).collect::<Vec<_>>(), Vec::<String>::new());
 
-    // The older programs are still attached: their flows continue, and they open no new ones.
+    // The older programs are still attached: their flows continue, and they open no new flows.
     let established = |pod, server| seal(ip(addr(pod), addr(server), TCP, &[], &tcp(40_000, 443, ACK, &[])));
     for ((pod, server), was) in &before {
         assert_eq!(leaves(&mut rig, &established(pod, server)), *was);

@@ -1,5 +1,5 @@
-//! The two halves of a flow: one is lost, two CPUs make the same one, the tables are full. Rows half-pair, create-race,
-//! lru-early and map-full of docs/failures.md.
+//! The two halves of a flow: one half is lost, two CPUs create the same flow, the tables are full. Rows half-pair, create-race, lru-early
+//! and map-full of docs/failures.md.
 
 use super::{
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
@@ -31,14 +31,14 @@ use std::{
 const SYN: u8 = 2;
 const ACK: u8 = 16;
 
-/// The server's answer to what was sent.
+/// Returns the server's answer to a packet that was sent.
 fn answer(sent: &[u8], flags: u8) -> Vec<u8> {
     let (r, (sport, dport)) = (read(sent).unwrap(), ports(sent));
     let body = if r.proto == TCP { tcp(dport, sport, flags, &[]) } else { udp(dport, sport, b"answer") };
     seal(ip(r.dst, r.src, r.proto, &[], &body))
 }
 
-/// Removes one half of the only flow, and makes the other one older than a tick.
+/// Removes one half of the only flow, and makes the other half older than a tick.
 fn lose<A: Pod + Ord>(maps: &mut FamilyMaps<A>, forward: bool)
 where
     FlowKey<A>: Pod + Ord,
@@ -82,7 +82,7 @@ fn half_pair_either_half_of_a_flow_is_built_anew_from_the_other() {
                 } else {
                     lose(&mut maps.v6, forward)
                 }
-                // The remaining half sees a packet, and the other one is restored: the same port, the same pod.
+                // The remaining half sees a packet, and the other half is restored: the same port, the same pod.
                 if forward {
                     assert_eq!(rig.run("uplink_ingress", &answer(&out, SYN | ACK)), (REDIRECT, delivered.clone()));
                 } else {
@@ -109,7 +109,7 @@ fn flows_are_dated_by_the_clock_that_the_tools_read() {
     assert_eq!(flow.last_seen, flow.created);
 }
 
-/// A scene whose flows do not expire meanwhile, not even in an emulated guest.
+/// Returns a scene whose flows do not expire during the test, even in an emulated guest.
 fn lasting() -> NodeView {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
@@ -118,7 +118,7 @@ fn lasting() -> NodeView {
     view
 }
 
-/// Flows that two CPUs make at once.
+/// The number of flows that two CPUs create concurrently.
 const RACES: u16 = 3_000;
 
 #[test]
@@ -154,13 +154,13 @@ fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
     let differing = mine.iter().zip(&theirs).filter(|(a, b)| a != b).count();
     assert_eq!(differing, 0, "flows whose packets differ between the two CPUs");
     assert_eq!(rig.count(Counter::FlowsCreated), u64::from(RACES));
-    // No port without a flow is still taken.
+    // No port without a flow remains taken.
     let maps = rig.writer.maps();
     let (flows, reverses) = (maps.v4.flows.entries().unwrap(), maps.v4.reverse.entries().unwrap());
     assert_eq!((flows.len(), reverses.len()), (usize::from(RACES), usize::from(RACES)));
 }
 
-/// One of many servers.
+/// Returns one of many servers.
 fn server(n: u32) -> IpAddr {
     Ipv4Addr::from(0xcb00_7100 + n).into()
 }
@@ -168,11 +168,11 @@ fn server(n: u32) -> IpAddr {
 #[test]
 fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
     let Some(mut rig) = Rig::new("full", &lasting()) else { return };
-    // As many as the tables hold (see `Rig::new`).
+    // As many flows as the tables hold (see [`SIZES`]).
     let all = 4096;
-    // Connections: an unanswered question would make room after some seconds, and an emulated guest takes longer.
+    // Connections: an unanswered query would make room after some seconds, and an emulated guest takes longer.
     let frame = |n: u32| seal(ip(addr(POD4), server(n / 64), TCP, &[], &tcp(1024 + n as u16, 443, SYN, &[])));
-    // From all CPUs in turn: what one of them keeps in reserve is not available to the others.
+    // From all CPUs in turn: elements that one CPU keeps in reserve are not available to the others.
     let cpus = cpus();
     let mut turns = cpus.iter().cycle();
     let sent: Vec<_> = (0..all)
@@ -202,7 +202,7 @@ fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
     assert_eq!(rig.count(Counter::FlowsRepaired), 0);
 }
 
-/// The maps of the family that a test is about, in its own types.
+/// Applies `change` to the flows and reverse halves of one family, in that family's types.
 fn of_family<A: Pod + Ord + Words>(maps: &mut FamilyMaps<A>, change: impl FnOnce(&mut FlowsOf<A>, &mut ReversesOf<A>))
 where
     FlowKey<A>: Pod + Ord,
@@ -227,7 +227,7 @@ where
 type FlowsOf<A> = BTreeMap<FlowKey<A>, Flow>;
 type ReversesOf<A> = BTreeMap<FlowKey<A>, Reverse<A>>;
 
-/// Two flows of the pod to one server. The second has taken the first one's port: the first one's reverse half is gone, as when another
+/// Lets the second of the pod's two flows to one server take the port of the first: the first one's reverse half is gone, as when another
 /// CPU reassigned its port, and everything is a tick older.
 fn take_port<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>) {
     let [first, second] = [40_000u16, 40_001].map(|port| *flows.keys().find(|k| k.src_port == port.to_be()).unwrap());
@@ -252,7 +252,7 @@ fn reused_halves_a_flow_whose_port_another_one_has_taken_goes_and_leaves_that_on
             IpAddr::V4(_) => of_family(&mut maps.v4, take_port),
             IpAddr::V6(_) => of_family(&mut maps.v6, take_port),
         }
-        // The first one does not send with the port that it lost, and does not affect the second.
+        // The first flow does not send with the port that it lost, and does not affect the second.
         let (verdict, anew) = rig.run("pod_egress", &packet(40_000));
         assert_eq!(verdict, REDIRECT);
         assert_ne!(ports(&anew).0, ports(&before[0]).0, "two flows have one port");
@@ -266,10 +266,10 @@ fn reused_halves_a_flow_whose_port_another_one_has_taken_goes_and_leaves_that_on
     }
 }
 
-/// The pod has reopened the flow with another port, and the former reverse half still exists.
+/// Makes the pod's flow look reopened with another port, while the former reverse half still exists.
 fn begin_anew<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>) {
     let (key, flow) = flows.iter_mut().next().unwrap();
-    // Of the same block.
+    // A port of the same block.
     flow.port = (u16::from_be(flow.port) ^ 1).to_be();
     let (old, value) = reverses.iter().next().map(|(k, v)| (*k, *v)).unwrap();
     reverses.insert(FlowKey { src_port: flow.port, ..old }, value);

@@ -1,5 +1,4 @@
-//! Connections that the outside opened, in a table of their own. Rows inbound-flood and reused-pod-ip of
-//! docs/failures.md.
+//! Connections that the outside opened, which have a table of their own. Rows inbound-flood and reused-pod-ip of docs/failures.md.
 
 use super::{
     datagrams::Part,
@@ -25,13 +24,13 @@ fn with_neighbor() -> NodeView {
     let mut pod = view.endpoints[&scenes::endpoint_id(0)].clone();
     pod.ips = NEIGHBOR.map(addr).into();
     view.endpoints.insert(scenes::endpoint_id(7), pod);
-    // Nothing reaches its idle timeout meanwhile.
+    // Nothing reaches its idle timeout during the test.
     let config = view.config.as_mut().unwrap();
     (config.tcp_established, config.tcp_transitory, config.udp) = (7_000, 230, 280);
     view
 }
 
-/// The scene without a gateway, so that everything leaves with the node's address.
+/// Returns the scene without a gateway, so that everything leaves with the node's address.
 fn without_gateway() -> NodeView {
     let mut view = scene();
     for policy in view.policies.values_mut() {
@@ -41,7 +40,7 @@ fn without_gateway() -> NodeView {
     view
 }
 
-/// One of many hosts outside.
+/// Returns one of many hosts outside.
 fn host(n: u32, like: IpAddr) -> IpAddr {
     match like {
         IpAddr::V4(_) => Ipv4Addr::from(0xc800_0000 + n).into(),
@@ -63,7 +62,7 @@ fn inbound_flood_of_records_takes_no_place_in_the_flow_table() {
             assert_eq!(rig.run("pod_ingress", &question(n)).0, NEXT);
         }
         assert_eq!(rig.count(Counter::Untouched), u64::from(all));
-        // The newest is answered, and the existing flow is unaffected; other flows have room.
+        // The newest question is answered, the existing flow is unaffected, and other flows have room.
         assert_eq!(rig.run("pod_egress", &answer(all - 1)).0, NEXT);
         assert_eq!(rig.run("pod_egress", &segment(ACK)).0, REDIRECT, "{:?}", rig.writer.maps().counters());
         for n in 0..4_000 {
@@ -79,7 +78,7 @@ fn inbound_flood_of_records_takes_no_place_in_the_flow_table() {
     }
 }
 
-/// Makes the only record of what the outside opened some ticks older.
+/// Makes every record of an inbound connection older by `ticks`.
 fn age(rig: &Rig, ticks: u32) {
     let mut maps = crate::datapath::maps::Maps::open(rig.pins()).unwrap();
     for (key, mut record) in maps.v4.inbound.entries().unwrap() {
@@ -115,7 +114,7 @@ fn a_record_of_the_outside_ends_when_it_is_idle_or_reset_or_the_pod_opens_its_ow
         open(&mut rig);
         assert_eq!(rig.run("pod_egress", &says(RST | ACK)).0, NEXT);
         rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
-        // Opened, and never answered: the short idle timeout.
+        // Opened, but never answered: the short idle timeout applies.
         assert_eq!(rig.run("pod_ingress", &asks(SYN)).0, NEXT);
         age(&rig, 15);
         rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
@@ -141,7 +140,7 @@ fn reused_pod_ip_a_pod_answers_nothing_that_another_one_with_its_address_was_ask
         let answer = seal(ip(pod, server, UDP, &[], &udp(53, 40_000, b"!")));
         assert_eq!(rig.run("pod_ingress", &question).0, NEXT);
         assert_eq!(rig.run("pod_egress", &answer).0, NEXT);
-        // Other tables, the same pod.
+        // The tables change, the pod does not.
         let mut view = with_neighbor();
         rig.write(&view);
         assert_eq!(rig.run("pod_egress", &answer).0, NEXT);
@@ -182,7 +181,7 @@ fn syn_ack_without_a_record_passes_only_where_packets_may_come_in_unseen() {
         for flags in [SYN | ACK, ACK] {
             assert_eq!(rig.run("pod_egress", &says(flags)).0, NEXT);
         }
-        // The outside opened it: `existingConnections: Drop` means others.
+        // The outside opened this connection: `existingConnections: Drop` does not apply to it.
         let mut cuts = view.clone();
         cuts.policies.values_mut().for_each(|policy| policy.flags = policy_flags::EXISTING_DROP);
         rig.write(&cuts);
@@ -204,7 +203,7 @@ fn history_of_a_pod_ends_at_its_tick_and_what_was_used_before_goes_on() {
             view.endpoints.get_mut(&scenes::endpoint_id(0)).unwrap().history_until = tick;
             rig.write(&view);
         };
-        // Far enough from both ends: time passes meanwhile.
+        // Far enough from both ends, because time passes during the test.
         until(&mut rig, now_tick() + 500);
         assert_eq!(rig.run("pod_egress", &says(50_000)).0, NEXT);
         until(&mut rig, now_tick() - 1);
@@ -215,23 +214,23 @@ fn history_of_a_pod_ends_at_its_tick_and_what_was_used_before_goes_on() {
     }
 }
 
-/// Data of a datagram in several fragments.
+/// Data of a datagram that is sent in several fragments.
 const DATA: [u8; 144] = [7; 144];
 
-/// An echo request of one host to another, or the answer.
+/// Returns an echo request from one host to another, or the answer to one.
 fn echo(from: IpAddr, to: IpAddr, answers: bool, id: u16, data: &[u8]) -> Vec<u8> {
     let (kinds, protocol) = if from.is_ipv4() { ([8, 0], ICMP) } else { ([128, 129], ICMPV6) };
     seal(ip(from, to, protocol, &[], &icmp(kinds[usize::from(answers)], id, data)))
 }
 
-/// Runs the fragments of a pod's datagram that is left alone, as the pod sends them and as they leave.
+/// Runs the fragments of a pod's datagram that is left alone, first as the pod sends them and then as they leave.
 #[track_caller]
 fn passes_in_parts(rig: &mut Rig, whole: &[u8], id: u16) {
     let parts = |id| Part::ORDERED.map(|part| part.of(whole, id));
     for part in parts(id) {
         assert_eq!(rig.run("pod_egress", &part), (NEXT, part.clone()), "{:?}", rig.writer.maps().counters());
     }
-    // The host may have put the datagram together, and divided it again.
+    // The host may have reassembled the datagram and fragmented it again.
     for part in parts(id).into_iter().chain(parts(id + 1)) {
         let left = rig.run_with("exit_egress", &part, &[(INGRESS_IFINDEX, 1)]).unwrap();
         assert_eq!(left, (NEXT, part.clone()), "{:?}", rig.writer.maps().counters());
@@ -254,7 +253,7 @@ fn fragments_of_a_pods_answers_are_left_alone_like_their_first_one() {
             for (n, (asked, answered)) in [(question, answer), (ping, pong)].into_iter().enumerate() {
                 assert_eq!(rig.run("pod_ingress", &asked).0, NEXT);
                 passes_in_parts(&mut rig, &answered, 100 + 10 * n as u16);
-                // The last one overtakes the first one.
+                // The last fragment overtakes the first one.
                 let [first, _, last] = Part::ORDERED.map(|part| part.of(&answered, 105 + 10 * n as u16));
                 if firewall == 0 {
                     rig.dropped("pod_egress", &last, Counter::FragmentHeld);
@@ -345,7 +344,7 @@ fn inbound_poison_a_socket_of_the_host_is_not_the_outside() {
         }
         let query = seal(ip(pod, server, UDP, &[], &udp(40_000, 53, b"?")));
         assert_eq!(rig.run("pod_egress", &query).0, REDIRECT);
-        // A proxy of the host may open connections with the address of its client.
+        // The host's proxy may open connections with its client's address.
         let asks = seal(ip(server, pod, TCP, &[], &tcp(40_000, 8080, SYN, &[])));
         assert_eq!(rig.run_with("pod_ingress", &asks, &made_here).unwrap().0, NEXT);
         let says = seal(ip(pod, server, TCP, &[], &tcp(8080, 40_000, SYN | ACK, &[])));

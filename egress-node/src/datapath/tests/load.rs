@@ -1,4 +1,4 @@
-//! Loading: over existing pins, over what is not ours, and with no more rights than the DaemonSet gives.
+//! Loading: over existing pins, over foreign directories, and with no more rights than the DaemonSet gives.
 
 use super::BpfDir;
 use crate::datapath::{
@@ -28,7 +28,7 @@ fn programs_load_twice_over_the_same_maps() {
 #[test]
 fn a_directory_on_another_file_system_is_refused_with_a_remedy_and_not_made() {
     let elsewhere = tempfile::tempdir().unwrap();
-    // If nothing is mounted at /sys/fs/bpf, it is in sysfs, which allows no new directories.
+    // If nothing is mounted at /sys/fs/bpf, that directory is in sysfs, which allows no new directories.
     for dir in [elsewhere.path().join("spillway"), "/sys/kernel/spillway".into()] {
         let Err(error) = Programs::load(&Pins::new(&dir), Sizes::default()) else { panic!("loaded below {dir:?}") };
         assert!(error.to_string().contains("mount -t bpf"), "{error}");
@@ -44,14 +44,14 @@ fn maps_of_another_version_are_refused_with_a_remedy() {
     assert!(error.contains("v999") && error.contains("cleanup --release --bpffs"), "{error}");
 }
 
-/// Set in the process that has dropped all other rights.
+/// Set in the process that has dropped all other capabilities.
 const MARKER: &str = "SPILLWAY_TEST_FEW_RIGHTS";
 /// Capabilities by name and number (linux/capability.h).
 const CAPABILITIES: [(&str, u64); 4] = [("BPF", 39), ("NET_ADMIN", 12), ("NET_RAW", 13), ("PERFMON", 38)];
-/// What the agent gets on a cluster.
+/// The agent's manifest on a cluster.
 const MANIFEST: &str = include_str!("../../../../manifests/base/agent.yaml");
 
-/// The numbers of the capabilities that the DaemonSet's container has.
+/// Returns the numbers of the capabilities that the DaemonSet's container has.
 fn rights() -> Vec<u64> {
     let list = MANIFEST.split("add: [").nth(1).and_then(|rest| rest.split(']').next()).expect("capabilities");
     let number = |name: &str| CAPABILITIES.iter().find(|(known, _)| *known == name).expect("a capability by name").1;
@@ -79,11 +79,10 @@ fn few_capabilities_suffice() {
     child.args(["--exact", name, "--nocapture"]).env(MARKER, "1");
     let rights = rights();
     let drop_rights = move || {
-        // Interfaces of its own, to attach to.
+        // A network namespace whose interfaces the process can attach to.
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)?;
         for capability in (0..=LAST).filter(|c| !rights.contains(c)) {
-            // SAFETY: PR_CAPBSET_DROP takes one number. Capabilities outside the bounding set are lost with the next
-            // exec.
+            // SAFETY: PR_CAPBSET_DROP takes one number. The next exec drops capabilities outside the bounding set.
             if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } != 0
                 && std::io::Error::last_os_error().raw_os_error() != Some(libc::EINVAL)
             {
@@ -101,7 +100,7 @@ fn few_capabilities_suffice() {
     text.lines().filter(|l| l.contains("verified instructions")).for_each(|l| println!("{l}"));
 }
 
-/// Reading what is attached to a hook needs no right that the agent lacks.
+/// Checks that listing the programs at a hook needs no capability that the agent lacks.
 fn attached_programs_are_known() {
     const LOOPBACK: u32 = 1;
     let dir = BpfDir::new("few-rights-hooks").unwrap();
@@ -116,7 +115,7 @@ fn attached_programs_are_known() {
     assert_eq!(somebodys.iter().map(|one| one.program).collect::<Vec<_>>(), [Some(own)]);
 }
 
-/// The file for the verifier's counts, which `cargo xtask test` reads.
+/// Names the file for the verifier's counts, which `cargo xtask test` reads.
 const COUNTS: &str = "SPILLWAY_VERIFIED";
 
 fn load_and_tell() {

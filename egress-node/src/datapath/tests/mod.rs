@@ -1,5 +1,4 @@
-//! Tests of the datapath: of the pure parts with arbitrary views, of the rest with the programs in this machine's
-//! kernel.
+//! Tests of the datapath: the encoder with arbitrary views, and the rest with the programs in this machine's kernel.
 
 mod clsact;
 mod collector;

@@ -1,9 +1,9 @@
-//! The programs against the reference NAT of [`nat`](super::nat): random packets of pods, forgers and the outside, changes of tables, lost
-//! forward halves, expiry, and two CPUs at once. After each step the design's rules hold.
+//! Checks the programs against the reference NAT of [`nat`](super::nat) with random packets of pods, forgers and the outside, changes of
+//! tables, lost forward halves, expiry, and two concurrent CPUs. After each step the design's rules hold.
 //!
-//! An episode is a few hundred steps derived from a seed. One that fails is printed with its seed and the fewest of its steps that
-//! still fail; `SPILLWAY_MODEL_SEED=S` runs that episode alone. `SPILLWAY_MODEL_STEPS=N` runs more of them, or fewer; both together run
-//! those from `S` on.
+//! An episode is a few hundred steps derived from a seed. A failing episode is printed with its seed and the fewest of its steps that still
+//! fail. `SPILLWAY_MODEL_SEED=S` runs that episode alone. `SPILLWAY_MODEL_STEPS=N` changes the total number of steps; with both, the steps
+//! begin at the episode with seed `S`.
 
 use super::{
     Random,
@@ -30,22 +30,22 @@ use std::{
 /// The default number of steps of all episodes together.
 const STEPS: usize = 1_000_000;
 const EPISODE: usize = 300;
-/// That of every interface: frames for another one are somebody else's.
+/// The MAC address of every interface: frames for another address are for another host.
 const UPLINK_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
-/// What whole packets carry.
+/// The data of whole packets.
 pub const QUESTION: &[u8] = b"question";
-/// The shortest time in which the kernel removes a flow by itself, whatever the configuration. An episode takes milliseconds.
+/// The shortest time after which the kernel removes a flow by itself, whatever the configuration. An episode takes milliseconds.
 const TICK: Duration = Duration::from_nanos(1 << TICK_SHIFT);
-/// One episode in this many steps may be stalled for longer than that.
+/// At most one episode in this many steps may take longer than a tick.
 const STALLS: usize = 50_000;
-/// The whole flow table is checked after this many steps; the flow of a step after each.
+/// The whole flow table is checked after this many steps; the flow of a step after each step.
 const LOOK: usize = 50;
 
 pub struct NatFixture {
     pub rig: Rig,
     pub tables: FlowTables,
     pub interfaces: Vec<u32>,
-    /// For another CPU.
+    /// The programs of the second CPU.
     pub others: Programs,
     pub nat: Nat,
     pub datagrams: Datagrams,
@@ -61,7 +61,7 @@ pub struct Shot {
     pub field: (usize, u32),
 }
 
-/// A program's verdict, and the frame afterwards.
+/// A program's verdict, and the resulting frame.
 pub type Ran = (i32, Vec<u8>);
 
 impl Shot {
@@ -81,7 +81,7 @@ impl Shot {
 }
 
 impl Shot {
-    /// A pod's packet.
+    /// Returns a pod's packet.
     pub fn of_pod(frame: Vec<u8>, ifindex: u32) -> Self {
         Self { program: "pod_egress", frame, field: (IFINDEX, ifindex) }
     }
@@ -96,7 +96,7 @@ impl NatFixture {
         self.change(0);
     }
 
-    /// The view of this number among [`views`].
+    /// Returns the view with this number among [`views`].
     pub fn view(&self, number: usize) -> NodeView {
         view(number, self.nat.firewall, &self.interfaces)
     }
@@ -114,12 +114,12 @@ impl NatFixture {
         self.nat.tables_changed(all(slots, &EGRESS), all(selected, &PODS));
     }
 
-    /// A pod's packet that the stack lets leave.
+    /// Returns a pod's packet that the stack lets leave.
     pub fn leaving(&self, frame: Vec<u8>, tuple: &Tuple) -> Shot {
         Shot { program: "exit_egress", frame, field: (INGRESS_IFINDEX, self.interfaces[owner(tuple.pod)]) }
     }
 
-    /// A packet from outside.
+    /// Returns a packet from outside.
     pub fn arriving(&self, frame: &[u8]) -> Shot {
         let frame = [&UPLINK_MAC, &frame[6..]].concat();
         Shot { program: "uplink_ingress", frame, field: (IFINDEX, self.interfaces[PODS.len()]) }
@@ -139,14 +139,14 @@ impl NatFixture {
             Op::Complain { by, about } => {
                 let frame = error(about.pod, about.server, &answer(&about.mirrored(), ACK, QUESTION));
                 let shot = Shot::of_pod(frame, self.interfaces[*by]);
-                // The quoted packet is an answer: its destination is what the outside knows.
+                // The quoted packet is an answer: its destination is the address that the outside knows.
                 let read = |out: &[u8]| inward(&quoted(out)).mirrored();
                 let seen = outcome(&shot.run(&mut self.rig.programs), &shot.frame, read)?;
                 let own = *by == owner(about.pod);
                 if own { self.nat.pod_complained(about, own, seen) } else { Nat::forged(seen, false) }
             }
             Op::LetAsked { nth, flags, pieces } => match (self.nat.asked(*nth), pieces) {
-                // The note that the program at the pod's interface leaves in such a packet cannot be set here.
+                // A test run cannot set the note that the program at the pod's interface leaves in such a packet.
                 (Some(tuple), _) if !self.nat.selected.contains(&tuple.pod) => Ok(()),
                 (Some(tuple), Some(id)) => self.pieces_pass(&tuple, *flags, *id),
                 (Some(tuple), None) => self.step(&Op::Let { tuple, flags: *flags }),
@@ -204,7 +204,7 @@ impl NatFixture {
         }
     }
 
-    /// One of the replies that the outside knows.
+    /// Returns one of the replies that the outside knows.
     fn reply(&self, nth: usize) -> Option<Reply> {
         let replies = self.nat.replies();
         replies.get(nth % replies.len().max(1)).copied()
@@ -217,7 +217,7 @@ impl NatFixture {
         self.delivered(reply, flags, is_error, seen, &ran.1)
     }
 
-    /// Judges what became of a packet from outside, `out`.
+    /// Judges the fate of a packet from outside, which became `out`.
     pub fn delivered(
         &mut self,
         reply: Reply,
@@ -235,7 +235,7 @@ impl NatFixture {
         self.nat.outside_sent(reply, flags, is_error, seen)
     }
 
-    /// Removes the forward half of a flow, or `both`. A remaining one was used a while ago.
+    /// Removes the forward half of a flow, or both halves with `both`. A remaining half looks as if it was used a while ago.
     pub fn lose(&mut self, tuple: &Tuple, both: bool) {
         self.nat.lost(tuple);
         let Some(flow) = self.tables.flow(tuple) else { return };
@@ -260,7 +260,7 @@ impl NatFixture {
         }
     }
 
-    /// Checks that no two flows have one tuple.
+    /// Checks that no two flows share one reply tuple.
     fn all(&self) -> Result<(), String> {
         let mut seen = BTreeMap::new();
         for (tuple, flow) in self.tables.flows() {
@@ -273,7 +273,7 @@ impl NatFixture {
         Ok(())
     }
 
-    /// Runs an episode. Returns what is wrong, and after which step.
+    /// Runs an episode. On failure returns the step, and what is wrong after it.
     fn episode(&mut self, ops: &[Op], firewall: bool) -> Result<(), (usize, String)> {
         self.begin(firewall);
         for (n, op) in ops.iter().enumerate() {
@@ -285,7 +285,7 @@ impl NatFixture {
         Ok(())
     }
 
-    /// The fewest steps that still fail in the same way, found by leaving some out.
+    /// Returns the fewest steps that still fail in the same way, found by leaving some out.
     fn shrink(&mut self, mut ops: Vec<Op>, firewall: bool, mut what: String) -> (Vec<Op>, String) {
         let words =
             |text: &str| -> String { text.split(' ').filter(|word| !word.contains(char::is_numeric)).collect() };
@@ -315,7 +315,7 @@ fn random_interleavings_keep_the_rules_of_a_reference_nat() {
     walk("model", STEPS, |_| {});
 }
 
-/// One of two CPUs runs the programs that report what they decide.
+/// One of two CPUs runs the programs of a trace, which report their decisions.
 #[test]
 fn the_programs_of_a_trace_keep_the_same_rules() {
     let filter = TraceFilter { v4: net::v4(PODS[0][0].parse().unwrap()), ..TraceFilter::NONE };
@@ -324,9 +324,9 @@ fn the_programs_of_a_trace_keep_the_same_rules() {
     });
 }
 
-/// Walks through steps from the first episode on, for the test of this name with its own programs.
+/// Runs episodes until they have this many steps, for the named test with its own programs.
 fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
-    // Interfaces of its own, whatever this machine has.
+    // A network namespace with its own interfaces, whatever this machine has.
     if !nix::unistd::geteuid().is_root() {
         return drop(Rig::new(test, &scene()));
     }
@@ -358,7 +358,7 @@ fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
         let began = Instant::now();
         let outcome = world.episode(&ops, firewall);
         if began.elapsed() >= TICK {
-            // Not judged: what has ended, or waits for the firewall, may have been removed meanwhile.
+            // The episode is not judged: flows that have ended or wait for the firewall may have been removed meanwhile.
             stalls += 1;
             assert!(
                 stalls * STALLS <= steps.max(STALLS),

@@ -14,12 +14,12 @@ use egress_core::encode::{EndpointView, NodeView, PolicyView, SlotView};
 use std::{collections::BTreeSet, net::IpAddr};
 
 pub const PODS: [[&str; 2]; 3] = [["10.1.0.2", "fd00:1::2"], ["10.1.0.4", "fd00:1::4"], ["10.1.0.3", "fd00:1::3"]];
-/// Addresses of no pod on this node.
+/// Addresses that belong to no pod on this node.
 pub const NOBODYS: [&str; 2] = ["10.1.0.99", "fd00:1::99"];
 pub const EGRESS: [[&str; 2]; 2] = [["192.0.2.10", "2001:db8::10"], ["192.0.2.11", "2001:db8::11"]];
 pub const SERVERS: [[&str; 2]; 2] = [["203.0.113.5", "2001:db8:f::5"], ["203.0.113.6", "2001:db8:f::6"]];
 pub const SERVER_PORTS: [u16; 2] = [443, 53];
-/// Ports of a pod: those of two pods do not fit into the block of one egress IP.
+/// The number of ports of a pod: the ports of two pods do not fit into the block of one egress IP.
 pub const PORTS: u16 = 40;
 pub const BLOCK: u16 = 3;
 
@@ -29,30 +29,30 @@ pub enum Op {
     Pod { by: usize, tuple: Tuple, flags: u8 },
     /// Its error about an answer to `about`.
     Complain { by: usize, about: Tuple },
-    /// The firewall lets such a packet pass.
+    /// A packet like [`Op::Pod`] that the firewall lets pass.
     Let { tuple: Tuple, flags: u8 },
-    /// The firewall lets a packet pass of one of the flows that it was asked about, or a datagram in parts.
+    /// A packet, or a datagram in parts, that the firewall lets pass, of one of the flows that it was asked about.
     LetAsked { nth: usize, flags: u8, pieces: Option<u16> },
-    /// An answer to the flow that is known by this number, or an error about it.
+    /// An answer to the flow that is known by this number, or an error about the flow.
     Outside { nth: usize, flags: u8, error: bool },
     /// A packet for any port.
     Guess { egress: IpAddr, port: u16, from: usize, tcp: bool },
-    /// Parts of a datagram like [`Op::Pod`].
+    /// Parts of a datagram, sent like [`Op::Pod`].
     PodPieces { by: usize, tuple: Tuple, flags: u8, id: u16, parts: Vec<Part> },
     /// Parts of an answer to the flow that is known by this number.
     OutsidePieces { nth: usize, flags: u8, id: u16, parts: Vec<Part> },
-    /// The forward half of a known flow is lost, and the other was used a while ago; or both are lost.
+    /// The loss of the forward half of a known flow, whose other half was used a while ago; or of both.
     Lose { nth: usize, both: bool },
-    /// One of [`views`].
+    /// A change to one of [`views`].
     Tables(usize),
-    /// Two packets of pods at once.
+    /// Two concurrent packets of pods.
     Together(Tuple, Tuple),
     /// Many packets on two CPUs.
     Race(Race),
 }
 
 impl Op {
-    /// How many packets it has, or 1 if it has none.
+    /// Returns the number of its packets, or 1 if it has none.
     pub fn packets(&self) -> usize {
         match self {
             Op::PodPieces { parts, .. } | Op::OutsidePieces { parts, .. } => parts.len(),
@@ -73,17 +73,17 @@ pub fn tuple(random: &mut Random) -> Tuple {
     Tuple { pod: addr(PODS[pod][family]), pod_port, server: addr(server), server_port, proto }
 }
 
-/// One of few, so that datagrams are taken for parts of others.
+/// Returns one of few numbers, so that fragments are taken for parts of other datagrams.
 fn id(random: &mut Random) -> u16 {
     random.below(3) as u16
 }
 
-/// Some parts of a datagram in any order, possibly repeated.
+/// Returns some parts of a datagram in any order, possibly repeated.
 fn parts(random: &mut Random) -> Vec<Part> {
     (0..2 + random.below(4)).map(|_| random.of(&Part::ALL)).collect()
 }
 
-/// The pod that has an address.
+/// Returns the pod that has an address.
 pub fn owner(ip: IpAddr) -> usize {
     PODS.iter().position(|pod| pod.iter().any(|a| addr(a) == ip)).unwrap()
 }
@@ -137,7 +137,7 @@ pub fn op(random: &mut Random) -> Op {
     }
 }
 
-/// The possible tables: which egress IPs the policy has, and which pods it selects.
+/// Returns the possible tables: the egress IPs of the policy, and the pods that it selects.
 pub fn views() -> Vec<(Vec<usize>, Vec<usize>)> {
     vec![
         (vec![0, 1], vec![0, 1]),

@@ -1,4 +1,4 @@
-//! The program for drivers: it forwards what the programs at TC would forward, and passes everything else to them unchanged.
+//! The programs for drivers: they forward what the programs at TC would forward, and pass everything else to those unchanged.
 
 use super::{
     frames::{
@@ -33,18 +33,18 @@ use std::{
     net::IpAddr,
 };
 
-/// The program at the underlay, which meets packets of either direction, and the one at uplinks.
+/// The program at the underlay, which meets packets of either direction, and the program at uplinks.
 pub(super) const BOTH_WAYS: &str = NATIVE[0];
 pub(super) const FROM_OUTSIDE: &str = NATIVE[1];
 pub(super) const PASS: u32 = 2;
 pub(super) const SENT: u32 = 4;
-/// The loopback device, at which a test run's frames arrive.
+/// The loopback device, at which the frames of a test run arrive.
 pub(super) const LOOPBACK: u32 = 1;
-/// The next hops: out of the gateway, and on the underlay.
+/// The next hops: outside the gateway, and on the underlay.
 const ROUTER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const HOP_MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
-/// A gateway whose underlay is the loopback device, and whose uplink is `uplink`. A block of its egress IPs is `n1`'s,
-/// whose reply transport is `transport`.
+/// Returns a gateway at whose loopback device frames arrive, with the uplink `uplink`; replies leave through `underlay`. `n1` holds a block
+/// of its egress IPs, and its reply transport is `transport`.
 pub(super) fn gateway(ends: [&str; 2], uplink: u32, underlay: u32, transport: u32) -> NodeView {
     let mut view = scene_between(ends, underlay, HOST_MAC, transport);
     view.macs.insert(THEIR_MAC, scenes::node(1));
@@ -57,7 +57,7 @@ pub(super) fn families() -> [(IpAddr, IpAddr); 2] {
     [(SERVER4, EGRESS4), (SERVER6, EGRESS6)].map(|(s, e)| (addr(s), addr(e)))
 }
 
-/// For each family: an egress IP, a SYN from this port of it that the other node has sent here, and an answer from outside.
+/// Returns for each family an egress IP, a SYN from this port of it that the other node has sent here, and an answer from outside.
 pub(super) fn exchanges(port: u16) -> [(IpAddr, Vec<u8>, Vec<u8>); 2] {
     families().map(|(server, egress)| {
         let out = from_node(seal(ip(egress, server, TCP, &[], &tcp(port, 443, 2, &[]))));
@@ -65,14 +65,14 @@ pub(super) fn exchanges(port: u16) -> [(IpAddr, Vec<u8>, Vec<u8>); 2] {
     })
 }
 
-/// The frame to this node, from the other one.
+/// Addresses the frame to this node, from the other node.
 pub(super) fn from_node(mut frame: Vec<u8>) -> Vec<u8> {
     frame[..12].copy_from_slice(&[HOST_MAC, THEIR_MAC].concat());
     frame
 }
 
-/// The interfaces of a gateway: index of the uplink, and of the underlay through which replies leave. Both know their
-/// next hop.
+/// Creates the interfaces of a gateway. Returns the index of the uplink, and of the underlay through which replies leave. The next hops of
+/// both are known.
 async fn interfaces() -> (u32, u32) {
     let net = Net::here();
     for name in ["out", "under"] {
@@ -82,7 +82,7 @@ async fn interfaces() -> (u32, u32) {
     next_hops(&net).await
 }
 
-/// Lets the interfaces `out` and `under` know their next hops. Returns their indices.
+/// Makes the next hops of the interfaces `out` and `under` known. Returns the interfaces' indices.
 pub(super) async fn next_hops(net: &Net) -> (u32, u32) {
     for setting in ["ipv4/conf/all/forwarding", "ipv6/conf/all/forwarding"] {
         std::fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
@@ -104,7 +104,7 @@ pub(super) async fn next_hops(net: &Net) -> (u32, u32) {
 }
 
 impl Rig {
-    /// Runs a frame that must be forwarded. Returns the result. The first one of each moment is left to the kernel.
+    /// Runs a frame that must be forwarded. Returns the result. The first frame of each moment is left to the kernel.
     #[track_caller]
     pub(super) fn sent(&mut self, program: &'static str, frame: &[u8]) -> Vec<u8> {
         for _ in 0..4 {
@@ -119,13 +119,13 @@ impl Rig {
         panic!("the kernel never knows the next hop");
     }
 
-    /// Whether the programs at TC strip a tunnel's headers from packets of the other family: Linux 6.3 and later.
+    /// Returns whether the programs at TC strip a tunnel's headers from packets of the other family: Linux 6.3 and later.
     pub(super) fn decapsulates(&self) -> bool {
         self.writer.maps().config.get(0).unwrap().flags & flags::DECAP_UDP != 0
     }
 
-    /// What the program at TC makes of a frame that it forwards. `None` on kernels before Linux 6.3, where it leaves packets of the other
-    /// family to the tunnel's device.
+    /// Returns the frame that the program at TC forwards. `None` on kernels before Linux 6.3, where that program leaves packets of the
+    /// other family to the tunnel's device.
     #[track_caller]
     fn sent_at_tc(&mut self, program: &'static str, frame: &[u8]) -> Option<Vec<u8>> {
         let (verdict, out) = self.run(program, frame);
@@ -137,7 +137,7 @@ impl Rig {
         Some(out)
     }
 
-    /// Runs a frame that must be left to the next programs unchanged, for this reason.
+    /// Runs a frame, and asserts that it is left to the next programs unchanged, for this reason.
     #[track_caller]
     pub(super) fn left(&mut self, what: &str, frame: &[u8], why: Option<Counter>) {
         let reasons = |rig: &Self| {
@@ -329,8 +329,7 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
     });
 }
 
-/// Flips each bit of the headers of each usual frame: whatever is then forwarded would be forwarded at TC as well, with the same
-/// bytes.
+/// Flips each bit of the headers of each usual frame: TC would forward every frame that is forwarded then as well, with the same bytes.
 #[test]
 fn the_driver_program_forwards_only_what_the_tc_program_would_forward() {
     let Some(mut rig) = Reused::new("native-bits", &NodeView::default()) else { return };

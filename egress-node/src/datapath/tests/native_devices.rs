@@ -1,6 +1,6 @@
-//! The programs for drivers if uplink and underlay are VLAN devices of the card: frames arrive with a device's tag and leave with that of
-//! another, otherwise as the programs at TC send them, and what those would not forward is left to them with its tag. The programs do not see
-//! what sort of device has an index, so TAP devices stand for VLAN devices.
+//! The programs for drivers if uplink and underlay are VLAN devices of the card. Frames arrive with one device's tag and leave with
+//! another's, otherwise as the programs at TC send them. Frames that those would not forward are left to them with their tags. The programs
+//! do not see the type of the device behind an index, so TAP devices stand for VLAN devices.
 
 use super::{
     frames::{HOST_MAC, UDP, ip, seal, tagged, udp, wrapped},
@@ -43,7 +43,7 @@ pub(super) fn write(rig: &mut Rig, view: &NodeView, devices: &[(u16, u32)]) {
     devices.set(&[CARD].into()).unwrap();
 }
 
-/// A gateway whose uplink and underlay are VLAN devices of a card that has no role of its own.
+/// Returns a gateway whose uplink and underlay are VLAN devices of a card that has no role of its own.
 fn view(wire: &Wire, ends: [&str; 2], transport: u32) -> NodeView {
     let mut view = gateway(ends, wire.uplink, wire.underlay, transport);
     view.uplinks.clear();
@@ -54,14 +54,14 @@ fn both(wire: &Wire) -> [(u16, u32); 2] {
     [(OUT, wire.uplink), (UNDER, wire.underlay)]
 }
 
-/// The VLAN of a tagged frame, and the frame without its tag.
+/// Returns the VLAN of a tagged frame, and the frame without its tag.
 pub(super) fn untagged(frame: &[u8]) -> (u16, Vec<u8>) {
     assert_eq!(frame[12..14], [0x81, 0], "{frame:02x?}");
     (u16::from_be_bytes([frame[14], frame[15]]), [&frame[..12], &frame[16..]].concat())
 }
 
-/// A packet from the other node to the outside, and one back. Then how each arrives: the programs, the VLAN, the frame, and the VLAN by which it
-/// leaves.
+/// Takes a packet from the other node to the outside, and one back. Returns for each way to arrive the programs, the VLAN, the frame, and
+/// the VLAN by which it leaves.
 fn ways(ends: [&str; 2], packets: [&[u8]; 2]) -> [(&'static str, &'static str, u16, Vec<u8>, u16); 4] {
     let [out, back] = packets.map(<[u8]>::to_vec);
     let tunnelled = wrapped(ends[1], ends[0], VNI_FORWARD, &out);
@@ -78,7 +78,7 @@ fn frames_of_vlan_devices_leave_with_the_tag_of_another_one_and_otherwise_as_at_
     let Some(mut rig) = Reused::new("devices-ways", &NodeView::default()) else { return };
     in_netns("devices-ways", || async move {
         let wire = Wire::new(&rig).await;
-        // Nobody forwards from the card itself: routes are looked up for its VLAN devices.
+        // The card itself does not forward: routes are looked up for its VLAN devices.
         for family in ["ipv4", "ipv6"] {
             std::fs::write(format!("/proc/sys/net/{family}/conf/lo/forwarding"), "0").unwrap();
         }
@@ -174,7 +174,7 @@ fn frames_outside_the_common_case_of_vlan_devices_are_left_to_tc_with_their_tags
     });
 }
 
-/// An egress IP's VLAN that has no device: the uplink is the card itself, the underlay a VLAN device of it.
+/// An egress IP's VLAN has no device: the uplink is the card itself, and the underlay is a VLAN device of it.
 #[test]
 fn a_vlan_of_an_egress_ip_works_next_to_a_vlan_device_of_the_same_card() {
     let Some(mut rig) = Reused::new("devices-both", &NodeView::default()) else { return };
@@ -201,7 +201,7 @@ fn a_vlan_of_an_egress_ip_works_next_to_a_vlan_device_of_the_same_card() {
     });
 }
 
-/// Flips each bit of the headers of each usual frame: whatever is then forwarded is forwarded at TC as well, with the same bytes.
+/// Flips each bit of the headers of each usual frame: TC forwards every frame that is forwarded then as well, with the same bytes.
 #[test]
 fn turned_bits_of_frames_of_vlan_devices_are_sent_only_where_tc_sends_them() {
     let Some(mut rig) = Reused::new("devices-bits", &NodeView::default()) else { return };
@@ -229,7 +229,7 @@ fn turned_bits_of_frames_of_vlan_devices_are_sent_only_where_tc_sends_them() {
                         }
                         *sent.entry((frame.len(), native)).or_insert(0) += 1;
                         let ((vlan, turned), (left_by, mine)) = (untagged(&turned), untagged(&mine));
-                        // At TC a device compares with its own MAC address, so this one must not change.
+                        // At TC a device compares with its own MAC address, so the destination must not change.
                         assert_eq!((vlan & 0xfff, left_by, &turned[..6]), (arrives, leaves, &HOST_MAC[..]), "{what}");
                         assert_as_at_tc(&rig, &wire, tc, &turned, mine, false, &what);
                     }

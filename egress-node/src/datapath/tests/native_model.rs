@@ -1,5 +1,5 @@
-//! The program for drivers against a reference of a gateway that is written for clarity: random tables and random packets, good and forged.
-//! The driver sends what the reference forwards, with the bytes that the program at TC sends, and nothing else.
+//! Checks the programs for drivers against a reference gateway that is written for clarity, with random tables and random packets, good and
+//! forged. The driver sends exactly what the reference forwards, with the bytes that the program at TC sends.
 
 use super::{
     Random,
@@ -28,11 +28,11 @@ const PACKETS: usize = 60_000;
 #[derive(Clone, Debug)]
 struct Tables {
     underlay: [&'static str; 2],
-    /// Who has [`OTHER_BLOCK`].
+    /// The node that holds [`OTHER_BLOCK`].
     lessee: Option<usize>,
     carried: bool,
     shaped: bool,
-    /// The own subnet of each egress IP, if it has one: its VLAN (0 for none), and whether its next hop is known.
+    /// The subnet of each egress IP, if it has one: its VLAN (0 for none), and whether its next hop is known.
     subnet: Option<(u16, bool)>,
     /// The other node's reply transport.
     replies: u32,
@@ -44,7 +44,7 @@ struct Tables {
 
 #[derive(Clone, Debug)]
 struct Packet {
-    /// From the other node to the outside, or from the outside to an egress IP.
+    /// Whether it goes from the other node to the outside, not from the outside to an egress IP.
     outward: bool,
     tunnelled: bool,
     stranger: bool,
@@ -62,7 +62,7 @@ struct Packet {
 const EGRESS: [&str; 2] = [EGRESS4, EGRESS6];
 const UNKNOWN: [&str; 2] = ["192.0.2.99", "2001:db8::99"];
 const SERVER: [&str; 2] = [SERVER4, SERVER6];
-/// Tags that a packet may have, besides the right one.
+/// Tags that a packet may have, besides the correct one.
 const TAGS: [Option<u16>; 5] = [None, Some(VLAN), Some(PRIORITY | VLAN), Some(VLAN + 1), Some(PRIORITY)];
 const STRANGERS: [&str; 2] = ["10.0.0.9", "fd88::9"];
 
@@ -81,7 +81,7 @@ impl Tables {
     }
 
     fn view(&self, uplink: u32, underlay: u32) -> NodeView {
-        // The device always accepts a transport that the driver does not know.
+        // The tables always accept the device transport, which the driver does not know.
         let may = if self.replies == transport::DEVICE { transport::DIRECT } else { self.replies };
         let mut view = gateway(self.underlay, uplink, underlay, may);
         for egress in view.egress_ips.values_mut() {
@@ -97,10 +97,10 @@ impl Tables {
         view
     }
 
-    /// Whether a gateway with these tables forwards the packet, by its driver.
+    /// Returns whether the driver of a gateway with these tables forwards the packet.
     fn forwards(&self, packet: &Packet) -> bool {
         let usual = !packet.fragment && !packet.options && self.drivers && self.carried && !self.shaped;
-        // Both directions depend on who holds the port.
+        // Both directions depend on the node that holds the port.
         let leased = packet.block == OTHER_BLOCK && self.lessee == Some(1) && !packet.unknown;
         let way = if packet.outward { self.goes_out(packet) } else { self.goes_back(packet) };
         // A VLAN device adds a tag.
@@ -108,7 +108,7 @@ impl Tables {
         usual && leased && way && !two_tags
     }
 
-    /// The tag of packets from outside; none if the egress IP is in no VLAN.
+    /// Returns the tag of packets from outside; none if the egress IP is in no VLAN.
     fn tag(&self) -> Option<u16> {
         self.subnet.map(|(vlan, _)| vlan).filter(|vlan| *vlan != 0)
     }
@@ -125,7 +125,7 @@ impl Tables {
 }
 
 impl Packet {
-    /// `right`: the tag of packets from outside.
+    /// Returns a random packet. `right` is the tag of packets from outside.
     fn random(random: &mut Random, right: Option<u16>) -> Self {
         let outward = random.below(2) == 0;
         let mut rarely = || random.below(10) == 0;
@@ -139,7 +139,7 @@ impl Packet {
             block: random.of(&[OTHER_BLOCK, OTHER_BLOCK, OTHER_BLOCK, OTHER_BLOCK + 1, OWN_BLOCKS[0]]),
             tcp: random.below(2) == 0,
             fragment,
-            // Of IPv4.
+            // Only for IPv4.
             options,
             tag: match random.below(if outward { 10 } else { 2 }) {
                 0 => random.of(&TAGS),
@@ -181,7 +181,7 @@ impl Packet {
         }
     }
 
-    /// The VLANs of the devices by which it arrives and leaves.
+    /// Returns the VLANs of the devices by which it arrives and leaves.
     fn devices(&self) -> (u16, u16) {
         if self.outward { (UNDER, OUT) } else { (OUT, UNDER) }
     }
@@ -194,7 +194,7 @@ impl Packet {
         self.fragment && self.egress == 0
     }
 
-    /// The packet as sent: only IPv4 has options and fragments here.
+    /// Returns the packet as sent: only IPv4 has options and fragments here.
     fn as_sent(&self) -> Self {
         Self { options: self.has_options(), fragment: self.is_fragment(), ..self.clone() }
     }

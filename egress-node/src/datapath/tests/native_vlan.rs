@@ -1,5 +1,5 @@
-//! The programs for drivers if egress IPs have a subnet of their own, with or without a VLAN: frames leave and come
-//! back as the programs at TC send them, and what those would not forward is left to them.
+//! The programs for drivers if egress IPs have a subnet of their own, with or without a VLAN. Frames leave and come back as the programs at
+//! TC send them. Frames that those would not forward are left to them.
 
 use super::{
     frames::{HOST_MAC, Read, UDP, fragment, ip, read, seal, tagged, udp, wrapped},
@@ -18,7 +18,7 @@ use egress_core::{
 use std::collections::BTreeMap;
 
 pub(super) const VLAN: u16 = 10;
-/// A tag's priority, which is not part of the VLAN, and its bit for frames that may be dropped first.
+/// The tag's priority, which is not part of the VLAN, and its bit for frames that may be dropped first.
 pub(super) const PRIORITY: u16 = 0xb000;
 /// The next hop of the subnet.
 const SUBNET_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0x0a];
@@ -44,12 +44,12 @@ pub(super) fn know_next_hops(rig: &Rig, known: bool) {
     }
 }
 
-/// The frame with that VLAN's tag; 0: without one.
+/// Returns the frame with that VLAN's tag; 0: without a tag.
 fn in_vlan(frame: Vec<u8>, vlan: u16) -> Vec<u8> {
     if vlan == 0 { frame } else { tagged(frame, vlan) }
 }
 
-/// The frame without the fields that differ for each packet.
+/// Returns the frame without the fields that differ for each packet.
 fn comparable(mut frame: Vec<u8>, by_vxlan: bool) -> Vec<u8> {
     if by_vxlan && frame[12..14] == [8, 0] {
         OWN.into_iter().for_each(|bytes| frame[bytes].fill(0));
@@ -57,13 +57,13 @@ fn comparable(mut frame: Vec<u8>, by_vxlan: bool) -> Vec<u8> {
     frame
 }
 
-/// Whether a tunnelled packet is of another family than its outer header.
+/// Returns whether a tunnelled packet is of another family than its outer header.
 fn is_mixed(frame: &[u8]) -> bool {
     let inner = |outer: Read| frame.get(outer.l4 + 28..outer.l4 + 30).filter(|_| outer.proto == UDP);
     read(frame).and_then(inner).is_some_and(|inner| matches!(inner, [8, 0] | [0x86, 0xdd]) && *inner != frame[12..14])
 }
 
-/// Compares what the driver has sent for a frame with what the program at TC sends for it. Before Linux 6.3 the latter leaves mixed frames
+/// Compares the frame that the driver has sent with the one that the program at TC sends. Before Linux 6.3 the latter leaves mixed frames
 /// to the tunnel's device, which does not exist here: the kernel answers that the port is closed, and there is nothing to compare with.
 #[track_caller]
 pub(super) fn assert_as_at_tc(
@@ -103,7 +103,7 @@ fn vlan_frames_leave_and_return_at_the_driver_as_the_tc_programs_send_them() {
                 let there = [SUBNET_MAC, UPLINK_MAC].concat();
                 let expected = in_vlan([&there, &packet[12..]].concat(), vlan);
                 for frame in [packet.clone(), wrapped(ends[1], ends[0], VNI_FORWARD, &packet)] {
-                    // The kernel has nothing to confirm, so no frame is left to it.
+                    // The kernel has no next hop to confirm, so no frame is left to it.
                     assert_eq!(rig.run_native(BOTH_WAYS, &frame), (SENT, expected.clone()), "{what}");
                     assert_as_at_tc(&rig, &wire, "underlay_ingress", &frame, expected.clone(), false, &what);
                 }
@@ -166,7 +166,7 @@ fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
         for (what, frame, why) in &all {
             rig.left(what, frame, *why);
         }
-        // The wrong VLAN and its absence are not the same to the program at TC: it leaves one to the stack and drops the other.
+        // The program at TC distinguishes the wrong VLAN from a missing tag: it leaves one to the stack and drops the other.
         let dropped = rig.count(Counter::DropVlan);
         for (what, frame, n) in [(all[0].0, &all[0].1, 0), (all[1].0, &all[1].1, 1)] {
             assert_eq!(wire.carry("uplink_ingress", frame), None, "{what}");
@@ -178,7 +178,7 @@ fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
         assert_eq!(rig.count(Counter::XdpHop), before + 1);
         rig.dropped("underlay_ingress", &out, Counter::DropNoNextHop);
         know_next_hops(&rig, true);
-        // The tag does not count towards the largest packet of an interface.
+        // The tag does not count towards an interface's largest packet.
         for (payload, verdict) in [(1500 - 28, SENT), (1501 - 28, PASS)] {
             let frame = from_node(seal(ip(egress, server, UDP, &[], &udp(port, 53, &vec![7; payload]))));
             assert_eq!(rig.run_native(BOTH_WAYS, &frame).0, verdict, "{payload}");
@@ -202,8 +202,7 @@ fn vlan_frames_outside_the_common_case_are_left_to_tc_with_their_tags() {
     });
 }
 
-/// Flips each bit of the headers of each usual frame: whatever is then forwarded is forwarded at TC as well, with the same
-/// bytes.
+/// Flips each bit of the headers of each usual frame: TC forwards every frame that is forwarded then as well, with the same bytes.
 #[test]
 fn turned_bits_of_vlan_frames_are_sent_by_the_driver_only_where_tc_sends_them() {
     let Some(mut rig) = Reused::new("vlan-bits", &NodeView::default()) else { return };
@@ -237,7 +236,7 @@ fn turned_bits_of_vlan_frames_are_sent_by_the_driver_only_where_tc_sends_them() 
                             continue;
                         }
                         *sent.entry((frame.len(), native)).or_insert(0) += 1;
-                        // At TC a device compares with its own MAC address, so this one must not change.
+                        // At TC a device compares with its own MAC address, so the destination must not change.
                         assert_eq!(turned[..6], HOST_MAC, "{what}");
                         assert_as_at_tc(&rig, &wire, tc, &turned, mine, false, &what);
                     }

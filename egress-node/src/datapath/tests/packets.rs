@@ -1,4 +1,4 @@
-//! Single packets through the programs: what is translated, how, and what is left alone.
+//! Single packets through the programs: which are translated, how, and which are left alone.
 
 use super::{
     frames::{
@@ -22,7 +22,7 @@ use std::{
 const SYN: u8 = 2;
 const ACK: u8 = 16;
 const OPTIONS: [u8; 8] = [7, 7, 4, 0, 0, 0, 0, 1];
-/// Hop-by-hop, routing and destination options, each padded to 8 bytes; the last one names the transport.
+/// Returns hop-by-hop, routing and destination options, each padded to 8 bytes; the last one names the transport.
 fn extensions(transport: u8) -> Vec<u8> {
     [[43, 0, 1, 4, 0, 0, 0, 0], [60, 0, 0, 0, 0, 0, 0, 0], [transport, 0, 1, 4, 0, 0, 0, 0]].concat()
 }
@@ -31,7 +31,7 @@ fn families() -> [(IpAddr, IpAddr, IpAddr); 2] {
     [(addr(POD4), addr(EGRESS4), addr(SERVER4)), (addr(POD6), addr(EGRESS6), addr(SERVER6))]
 }
 
-/// Packets of the pod that open a flow, of every kind that is translated.
+/// Returns packets of the pod that open a flow, of every kind that is translated.
 fn openings() -> Vec<(Vec<u8>, IpAddr)> {
     let mut all = Vec::new();
     for (pod, egress, server) in families() {
@@ -46,7 +46,7 @@ fn openings() -> Vec<(Vec<u8>, IpAddr)> {
         ];
         for (proto, body) in &transports {
             all.push((seal(ip(pod, server, *proto, &[], body)), egress));
-            // The same again with something between the headers, from another port.
+            // The same packet with something between the headers, from another port.
             let mut body = body.clone();
             let at = if *proto == protocol { 5 } else { 1 };
             body[at] ^= 0x80;
@@ -55,14 +55,14 @@ fn openings() -> Vec<(Vec<u8>, IpAddr)> {
             all.push((seal(ip(pod, server, first, &extra, &body)), egress));
         }
         if pod.is_ipv4() {
-            // No checksum.
+            // A datagram without a checksum.
             all.push((ip(pod, server, UDP, &[], &udp(40_100, 53, b"no checksum")), egress));
         }
     }
     all
 }
 
-/// The server's answer to a packet.
+/// Returns the server's answer to a packet.
 fn answer(f: &[u8]) -> Vec<u8> {
     let r = read(f).unwrap();
     let mut body = f[r.l4..].to_vec();
@@ -168,7 +168,7 @@ fn packets_without_a_policy_are_unchanged_to_the_last_bit() {
         seal(ip(addr(POD6), addr("fe80::1"), ICMPV6, &[], &icmp(135, 0, b"who has"))),
         ip(addr(STRANGER), addr(SERVER4), 47, &[], b"GRE of nobody's concern"),
     ];
-    // ARP, and something that claims to be IPv4 and is not.
+    // ARP.
     frames.push([&[0xff; 6][..], &frames::POD_MAC, &[8, 6], &[0; 46]].concat());
     for frame in frames {
         let (verdict, out) = rig.run("pod_egress", &frame);
@@ -200,7 +200,7 @@ fn matching_packets_that_cannot_be_translated_are_dropped_with_the_reason() {
     let mut frame = ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(1, 2, b"bad"));
     frame[14] = 0x44;
     rig.dropped("pod_egress", &frame, Counter::DropMalformed);
-    // More extension headers than anybody sends.
+    // More extension headers than any sender uses.
     let many = [0, 0, 1, 4, 0, 0, 0, 0].repeat(7);
     let frame = ip(addr(POD6), addr(SERVER6), 0, &many, &udp(1, 2, b"bad"));
     rig.dropped("pod_egress", &frame, Counter::DropMalformed);
@@ -210,7 +210,7 @@ fn matching_packets_that_cannot_be_translated_are_dropped_with_the_reason() {
     rig.dropped("pod_egress", &frame, Counter::DropFragment);
 }
 
-/// Between two writes a table still names the slot of a gateway that is gone; an assignment does so for longer.
+/// Between two writes the table still names the slot of a gateway that is gone; an assignment does so for longer.
 #[test]
 fn dead_in_set_a_slot_that_may_not_be_used_takes_no_flow_though_the_table_names_it() {
     let Some(mut rig) = Reused::new("not-usable", &scene()) else { return };
@@ -234,7 +234,7 @@ fn while_a_pod_is_starting_unknown_sources_are_held() {
     assert_eq!(rig.run("pod_egress", &known), (NEXT, known));
 }
 
-/// An ICMP error from a router about a packet.
+/// Returns an ICMP error from a router about a packet.
 fn error(router: IpAddr, about: &[u8], quoted: usize) -> Vec<u8> {
     let (kind, proto) = if router.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
     let quote = &about[14..about.len().min(14 + quoted)];
@@ -248,7 +248,7 @@ fn an_error_about_a_translated_packet_reaches_the_pod_in_its_own_words() {
         let translated = rig.run("pod_egress", &frame).1;
         let header = read(&translated).unwrap().l4 - 14;
         let router = if read(&frame).unwrap().src.is_ipv4() { addr("203.0.113.254") } else { addr("2001:db8:f::fe") };
-        // The least that a router quotes, and all of it.
+        // The minimum that a router quotes, and the whole packet.
         for quoted in [header + 8, translated.len()] {
             let error = error(router, &translated, quoted);
             let (verdict, out) = rig.run("uplink_ingress", &error);
@@ -256,7 +256,7 @@ fn an_error_about_a_translated_packet_reaches_the_pod_in_its_own_words() {
             assert_right(&out);
             let (outer, pod) = (read(&out).unwrap(), read(&frame).unwrap());
             assert_eq!((outer.src, outer.dst), (router, pod.src));
-            // The quoted packet is the pod's own again, except for its hop limit.
+            // The quote is the pod's own packet again, except for its hop limit.
             let mut quote = [&frame[..14], &out[outer.l4 + 8..]].concat();
             if pod.src.is_ipv4() {
                 assert_eq!(frames::sums(&quote[..14 + header]).unwrap()[0], Some(0));
@@ -290,7 +290,7 @@ fn an_error_of_the_pod_about_an_answer_leaves_with_the_egress_ip() {
         let outer = read(&out).unwrap();
         assert_eq!((outer.src, outer.dst), (egress, server));
         assert_eq!(out[outer.l4 + 8..], reply[14..], "the server gets its own packet as the quote");
-        // About something that nobody sent: nothing leaves.
+        // An error about a packet that nobody sent does not leave.
         let mut strange = delivered[14..].to_vec();
         let header = read(&delivered).unwrap().l4 - 14;
         strange[header + 3] ^= 1;
@@ -315,17 +315,17 @@ fn fragments_before_their_first_one_are_held_and_follow_it() {
         let counts = [Counter::FragmentReleased, Counter::DropFragment];
         let before = counts.map(|counter| rig.count(counter));
         if program == "pod_egress" {
-            // A packet that nothing waits for opens the flow.
+            // A packet that no fragment waits for opens the flow.
             let other = seal(ip(from, to, UDP, &[], &udp(40_000, port, b"whole")));
             assert_eq!(rig.run(program, &other).0, REDIRECT);
         }
         rig.dropped(program, &first, Counter::DatagramOrdered);
         let [released, late] = [0, 1].map(|n| rig.count(counts[n]) - before[n]);
-        // An emulated machine may be too slow for them.
+        // An emulated machine may be too slow for the fragments.
         let in_time = began.elapsed() < HELD_TICKS * Duration::from_nanos(1 << TICK_SHIFT);
         assert_eq!(released + late, u64::from(HELD_PER_DATAGRAM), "{program}");
         assert!(late == 0 || !in_time, "{program}: {late} fragments are late after {:?}", began.elapsed());
-        // As they re-enter: nothing waits any more, and the ports are known.
+        // The fragments as they re-enter: nothing waits any more, and the ports are known.
         for frame in [&first, &later(9)] {
             assert_eq!(rig.run(program, frame).0, REDIRECT, "{program}: {:?}", rig.writer.maps().counters());
         }

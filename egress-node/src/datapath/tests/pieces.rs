@@ -1,4 +1,4 @@
-//! Fragments in the model: what the programs do with each, in any order, and what waits for its first one.
+//! Fragments in the model: what the programs do with each fragment, in any order, and which fragments wait for the first one.
 
 use super::{
     datagrams::{Datagram, Part, is_untouched},
@@ -16,10 +16,10 @@ use nix::{
 };
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
-/// Data of a datagram: longer than all parts but the last one.
+/// Data of a datagram: longer than all parts except the last one.
 pub const DATA: [u8; 144] = [7; 144];
 
-/// A socket with the packets that re-enter interfaces of this network namespace.
+/// A socket that receives the packets that re-enter interfaces of this network namespace.
 pub struct Wire(OwnedFd);
 
 impl Wire {
@@ -28,7 +28,7 @@ impl Wire {
         Self(socket(family, kind, flags, SockProtocol::EthAll).unwrap())
     }
 
-    /// The next frame that has arrived at an interface.
+    /// Returns the next frame that has arrived at an interface.
     fn next(&self, ifindex: u32) -> Option<Vec<u8>> {
         let mut buffer = [0; 1024];
         while let Ok((len, from)) = recvfrom::<LinkAddr>(self.0.as_raw_fd(), &mut buffer) {
@@ -45,7 +45,7 @@ impl Wire {
         while nix::sys::socket::recv(self.0.as_raw_fd(), &mut buffer, MsgFlags::empty()).is_ok() {}
     }
 
-    /// `count` frames that have arrived at an interface.
+    /// Returns the next `count` frames that arrive at an interface, waiting for them if necessary.
     fn take(&self, count: u64, ifindex: u32) -> Result<Vec<Vec<u8>>, String> {
         let mut frames = Vec::new();
         while frames.len() < count as usize {
@@ -64,7 +64,7 @@ impl Wire {
 }
 
 impl NatFixture {
-    /// Runs a first fragment. If others wait for it, returns it and those as they re-enter.
+    /// Runs a first fragment. If others wait for it, returns its result and those fragments as they re-enter.
     fn gathered(&mut self, shot: &Shot, of: &Datagram) -> Result<(Ran, Vec<Vec<u8>>), String> {
         if !self.datagrams.are_waiting(of) {
             return Ok((shot.run(&mut self.rig.programs), Vec::new()));
@@ -86,7 +86,7 @@ impl NatFixture {
         Ok((shot.run(&mut self.rig.programs), behind))
     }
 
-    /// Parts of a pod's datagram, through the interface of pod number `by`.
+    /// Sends parts of a pod's datagram through the interface of pod number `by`.
     pub fn pod_pieces(&mut self, by: usize, tuple: &Tuple, flags: u8, id: u16, parts: &[Part]) -> Result<(), String> {
         let whole = packet(tuple, flags, &DATA);
         let of = Datagram { src: tuple.pod, dst: tuple.server, id, proto: tuple.proto };
@@ -124,7 +124,7 @@ impl NatFixture {
         Ok(())
     }
 
-    /// Checks that a sent fragment is unchanged, and that nothing of its datagram still waits.
+    /// Checks that a sent fragment is unchanged, and that no fragment of its datagram still waits.
     fn went(&self, shot: &Shot, of: &Datagram, out: &[u8]) -> Result<(), String> {
         match is_untouched(&shot.frame, out) {
             _ if self.datagrams.are_waiting(of) => Err(format!("fragments that wait for {of:?} are left behind")),
@@ -133,7 +133,7 @@ impl NatFixture {
         }
     }
 
-    /// A pod's fragment without ports: its flow is that of the first one.
+    /// Sends a pod's fragment without ports, whose flow is that of the first fragment.
     fn pod_later(&mut self, shot: &Shot, of: &Datagram, how: How) -> Result<(), String> {
         let ran = shot.run(&mut self.rig.programs);
         let source = outcome(&ran, &shot.frame, |out| read(out).unwrap().src)?;
@@ -165,7 +165,7 @@ impl NatFixture {
         self.nat.pod_sent(tuple, 0, how, seen)
     }
 
-    /// The firewall lets a datagram pass that the stack has reassembled; it leaves in parts again.
+    /// Lets the firewall pass a datagram that the stack has reassembled; it leaves in parts again.
     pub fn pieces_pass(&mut self, tuple: &Tuple, flags: u8, id: u16) -> Result<(), String> {
         if !self.nat.firewall || !self.nat.selected.contains(&tuple.pod) {
             return Ok(());
@@ -191,7 +191,7 @@ impl NatFixture {
         self.halves(tuple)
     }
 
-    /// Parts of an answer.
+    /// Sends parts of an answer.
     pub fn outside_pieces(&mut self, reply: &Reply, flags: u8, id: u16, parts: &[Part]) -> Result<(), String> {
         let whole = answer(reply, flags, &DATA);
         let of = Datagram { src: reply.server, dst: reply.egress, id, proto: reply.proto };
@@ -211,7 +211,7 @@ impl NatFixture {
     fn outside_first(&mut self, shot: &Shot, of: &Datagram, reply: &Reply, flags: u8) -> Result<(), String> {
         let (ran, behind) = self.gathered(shot, of)?;
         let seen = outcome(&ran, &shot.frame, inward)?;
-        // Whether it belongs to anybody is checked later.
+        // Whether the fragment belongs to any flow is checked later.
         let icmp = reply.server_port == 0;
         self.datagrams.know(*of, if icmp { (reply.port, 0) } else { (reply.server_port, reply.port) });
         if let Outcome::Sent(_) = seen {
@@ -224,7 +224,7 @@ impl NatFixture {
         Ok(())
     }
 
-    /// A fragment without ports from outside: its receiver is that of the first one.
+    /// Sends a fragment without ports from outside, whose receiver is that of the first fragment.
     fn outside_later(&mut self, shot: &Shot, of: &Datagram) -> Result<(), String> {
         let ran = shot.run(&mut self.rig.programs);
         let to = outcome(&ran, &shot.frame, |out| read(out).unwrap().dst)?;
@@ -243,7 +243,7 @@ impl NatFixture {
         let seen = match to {
             Outcome::Sent(pod) => {
                 self.went(shot, of, &ran.1)?;
-                // The collector runs all the time, and may have removed it since.
+                // The collector runs all the time, and may have removed the reverse half since.
                 let back = self.tables.back(&reply).map(|back| back.of(&reply)).or_else(|| self.nat.owner(&reply));
                 let tuple = back.filter(|tuple| tuple.pod == pod);
                 Outcome::Sent(tuple.ok_or_else(|| format!("{pod} gets what is not for it: {reply:?}, {back:?}"))?)

@@ -1,5 +1,5 @@
-//! Two CPUs at once: batches of packets, while flows expire and tables change. The order cannot be predicted, so only what holds in any
-//! order is checked. Then the reference NAT takes over what the tables have.
+//! Two concurrent CPUs: batches of packets, while flows expire and tables change. The order cannot be predicted, so the test checks only
+//! what holds in any order. Afterwards the reference NAT takes over the contents of the tables.
 
 use super::{
     Random,
@@ -24,12 +24,12 @@ use std::{
     },
 };
 
-/// How often a CPU checks whether the other one has caught up: it may not be running at all.
+/// The number of times that a CPU checks whether the other one has caught up: the other one may not be running at all.
 const PATIENCE: usize = 3_000;
 /// More ticks than any flow lives without a packet.
 const LONG: u32 = 20_000;
 
-/// Runs packets on two CPUs, the first ones of both at the same time, then the second ones, and so on; `meanwhile` on any.
+/// Runs packets on two CPUs: the first packets of both concurrently, then the second ones, and so on. Runs `meanwhile` on any CPU.
 pub fn at_once(programs: [&mut Programs; 2], shots: [&[Shot]; 2], meanwhile: impl FnOnce()) -> [Vec<Ran>; 2] {
     let cpus = cpus();
     let (done, start) = (&[AtomicUsize::new(0), AtomicUsize::new(0)], &Barrier::new(3));
@@ -64,7 +64,7 @@ pub enum Move {
         tuple: Tuple,
         flags: u8,
     },
-    /// A part of the one datagram of this flow.
+    /// A part of the only datagram of this flow.
     Piece {
         tuple: Tuple,
         flags: u8,
@@ -85,11 +85,11 @@ pub struct Race {
     pub batches: [Vec<Move>; 2],
     /// Known flows that have been idle for too long.
     pub due: Vec<usize>,
-    /// The tables that are written meanwhile.
+    /// The tables that are written during the race.
     pub tables: Option<usize>,
 }
 
-/// Packets of few flows, so that both CPUs meet, towards few destinations, so that ports get scarce.
+/// Returns packets of few flows, so that both CPUs meet, towards few destinations, so that ports get scarce.
 pub fn race(random: &mut Random, tables: usize) -> Race {
     let hot: Vec<Tuple> = (0..6).map(|_| tuple(random)).collect();
     let mut batches = [Vec::new(), Vec::new()];
@@ -117,12 +117,12 @@ pub fn race(random: &mut Random, tables: usize) -> Race {
 type Flows = BTreeMap<Tuple, Forward>;
 type Backs = BTreeMap<Reply, Backward>;
 
-/// A packet, and what has become of it.
+/// A packet and its result.
 struct Played<'a> {
     this: &'a Move,
-    /// The flow that it is of, as far as that is known.
+    /// The flow that the packet belongs to, if known.
     flow: Option<Tuple>,
-    /// The reply that it answers.
+    /// The reply tuple that the packet answers.
     reply: Option<Reply>,
     shot: &'a Shot,
     ran: Ran,
@@ -134,26 +134,26 @@ impl Played<'_> {
     }
 }
 
-/// What is known when it is over.
+/// The facts by which the results of a race are judged.
 struct Judge<'a> {
     nat: &'a Nat,
     flows: &'a Flows,
-    /// The policy's egress IPs before and after.
+    /// The policy's egress IPs before and after the race.
     slots: BTreeSet<IpAddr>,
     selected: BTreeSet<IpAddr>,
-    /// The tables have not changed.
+    /// Whether the tables have not changed.
     same: bool,
     /// Flows that may have ended, or begun anew.
     over: BTreeSet<Tuple>,
-    /// By reply: the flows that used it.
+    /// The flows that used each reply tuple.
     users: BTreeMap<Reply, BTreeSet<Tuple>>,
     confirmed: BTreeSet<Reply>,
 }
 
 impl Judge<'_> {
-    /// Whether something may have taken the flow's egress IP and port from it.
+    /// Returns whether something may have taken the flow's egress IP and port from it.
     fn is_over(&self, t: &Tuple) -> bool {
-        // The reference NAT does not know under which tables a flow was made that has sent nothing yet.
+        // For a flow that has sent nothing yet, the reference NAT does not know the tables under which it was made.
         let silent = self.flows.contains_key(t) && !self.nat.has_sent(t);
         !self.same || silent || self.over.contains(t) || !self.selected.contains(&t.pod) || !self.nat.stays(t)
     }
@@ -186,9 +186,9 @@ impl Judge<'_> {
         self.selected.contains(&t.pod) && self.slots.contains(&egress)
     }
 
-    /// Judges what has become of all packets, by the remaining tables.
+    /// Judges the results of all packets by the remaining tables.
     fn packets(&mut self, played: &[Played], flows: &Flows) -> Result<(), String> {
-        // What the firewall has let pass may have come before anything else.
+        // Packets that the firewall let pass may have come before all others.
         for one in played {
             if let Move::Let { tuple, .. } = one.this {
                 let seen = one.outcome(outward)?;
@@ -215,9 +215,9 @@ impl Judge<'_> {
         self.unique()
     }
 
-    /// A fragment; a later one shows no port.
+    /// Judges a fragment; a later one shows no port.
     fn piece(&mut self, t: &Tuple, outcome: Outcome<IpAddr>, left: Option<&Forward>) -> Result<(), String> {
-        // A first one that others wait for has opened the flow, and is sent when it re-enters.
+        // A first fragment that others wait for has opened the flow, and is sent when it re-enters.
         if let Some(flow) = left {
             self.users.entry(flow.reply).or_default().insert(*t);
         }
@@ -240,7 +240,7 @@ impl Judge<'_> {
         }
     }
 
-    /// Checks that no packets have left as those of another flow, or of two.
+    /// Checks that no flow has left with the tuple of another, or with two.
     fn unique(&self) -> Result<(), String> {
         let mut replies: BTreeMap<Tuple, Reply> = BTreeMap::new();
         for (reply, users) in &self.users {
@@ -257,7 +257,7 @@ impl Judge<'_> {
         Ok(())
     }
 
-    /// Judges what the tables have afterwards.
+    /// Judges the contents of the tables after the race.
     fn tables(&self, flows: &Flows, backs: &Backs, touched: &BTreeSet<Tuple>) -> Result<(), String> {
         let mut owners = BTreeMap::new();
         for (t, flow) in flows.iter().filter(|(_, flow)| flow.translated) {
@@ -303,7 +303,7 @@ impl Move {
 }
 
 impl NatFixture {
-    /// A move's packet, and what it answers.
+    /// Returns a move's packet, and the reply tuple that it answers.
     fn shot(&self, this: &Move, replies: &[Reply]) -> Option<(Shot, Option<Reply>)> {
         match this {
             Move::Pod { tuple, flags } => {
@@ -325,7 +325,7 @@ impl NatFixture {
         }
     }
 
-    /// Removes halves that lost the other one: the rest must pair.
+    /// Removes halves that have lost their counterpart, so that the rest are pairs.
     fn settle(&mut self) {
         let (flows, backs) = (self.tables.flows(), self.tables.backs());
         let pairs = |t: &Tuple, reply: &Reply| {
@@ -399,7 +399,7 @@ impl NatFixture {
             .copied()
             .collect();
         self.resume(&unknown, &after, &left);
-        // The collector may still remove those that nobody has used.
+        // The collector may still remove the due flows that no packet has used.
         due.iter().for_each(|t| self.lose(t, true));
         for one in played.iter().filter(|one| one.this.flags() == SYN) {
             one.flow.into_iter().for_each(|t| self.nat.opened(t));
@@ -423,7 +423,7 @@ impl NatFixture {
         ran
     }
 
-    /// The reference NAT takes over what the tables have of these flows.
+    /// Makes the reference NAT take over the tables' entries for these flows.
     fn resume(&mut self, of: &BTreeSet<Tuple>, flows: &Flows, backs: &Backs) {
         for t in of {
             self.nat.resume(*t, flows.get(t).filter(|flow| flow.translated).map(|flow| flow.reply));

@@ -1,5 +1,5 @@
 //! The kernel reuses the memory of an entry for another key as soon as the entry is removed or replaced, even while a program on another
-//! CPU reads it. Nothing read from the other entry leaves the node or reaches a pod.
+//! CPU reads it. Data read from the other entry never leaves the node or reaches a pod.
 
 use super::{
     frames::{TCP, UDP, ip, ports, read, seal, tcp, udp},
@@ -27,11 +27,11 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// Packets while entries change.
+/// The number of packets while entries change.
 const PACKETS: u32 = 60_000;
-/// How long after the call a program is interrupted, in ns: at some of these moments it is reading.
+/// The time after the call at which a program is interrupted, in ns: at some of these moments it is reading.
 const SOON: Range<u32> = 5_000..13_000;
-/// The port of a pod, and what another flow has instead; network byte order.
+/// The other flow's ports; network byte order.
 const OTHER_PORT: u16 = 7;
 
 /// Runs `packets` on one CPU while another one repeats `change`.
@@ -54,8 +54,8 @@ fn meanwhile(mut change: impl FnMut() + Send, packets: impl FnOnce()) {
     });
 }
 
-/// Interrupts this CPU at each moment of [`SOON`] in turn, long enough for another CPU to reuse an entry's memory. Uninterrupted, a
-/// program ends sooner than that.
+/// Interrupts this CPU at each moment of [`SOON`] in turn, long enough for another CPU to reuse an entry's memory. Without an interruption,
+/// a program ends sooner than that.
 struct Interrupts(TimerFd);
 
 impl Interrupts {

@@ -1,4 +1,4 @@
-//! What pods and the outside send in the model, as frames, and what the programs make of it.
+//! The frames that pods and the outside send in the model, and the results of the programs.
 
 use super::{
     frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
@@ -9,7 +9,7 @@ use super::{
 };
 use std::net::IpAddr;
 
-/// A pod's packet.
+/// Returns a pod's packet.
 pub fn packet(tuple: &Tuple, flags: u8, data: &[u8]) -> Vec<u8> {
     let body = match tuple.proto {
         TCP => [tcp(tuple.pod_port, tuple.server_port, flags, &[]), data.to_vec()].concat(),
@@ -23,7 +23,7 @@ pub fn packet(tuple: &Tuple, flags: u8, data: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// An answer to what the outside saw of a flow.
+/// Returns an answer to the packets of a flow as the outside saw them.
 pub fn answer(reply: &Reply, flags: u8, data: &[u8]) -> Vec<u8> {
     let body = match reply.proto {
         TCP => [tcp(reply.server_port, reply.port, flags, &[]), data.to_vec()].concat(),
@@ -34,13 +34,13 @@ pub fn answer(reply: &Reply, flags: u8, data: &[u8]) -> Vec<u8> {
     seal(ip(reply.server, reply.egress, reply.proto, &[], &body))
 }
 
-/// "Port unreachable" from `from` to `to` about a packet.
+/// Returns a "port unreachable" error from `from` to `to` about a packet.
 pub fn error(from: IpAddr, to: IpAddr, about: &[u8]) -> Vec<u8> {
     let (kind, protocol) = if from.is_ipv4() { (3, ICMP) } else { (1, ICMPV6) };
     seal(ip(from, to, protocol, &[], &[&[kind, 3, 0, 0, 0, 0, 0, 0][..], &about[14..]].concat()))
 }
 
-/// Source and destination of a frame with their ports; the identifier of an ICMP query is the port of its sender.
+/// Returns the source and destination of a frame with their ports; the identifier of an ICMP query is the port of its sender.
 fn ends(frame: &[u8]) -> (IpAddr, u16, IpAddr, u16, u8) {
     let r = read(frame).unwrap();
     let word = |at: usize| u16::from_be_bytes([frame[r.l4 + at], frame[r.l4 + at + 1]]);
@@ -51,31 +51,31 @@ fn ends(frame: &[u8]) -> (IpAddr, u16, IpAddr, u16, u8) {
     }
 }
 
-/// Who sends a frame to the outside.
+/// Returns the reply tuple of a frame that is sent to the outside.
 pub fn outward(frame: &[u8]) -> Reply {
     let (egress, port, server, server_port, proto) = ends(frame);
     Reply { egress, port, server, server_port, proto }
 }
 
-/// Whose answer a frame is.
+/// Returns the flow that a frame answers.
 pub fn inward(frame: &[u8]) -> Tuple {
     let (server, server_port, pod, pod_port, proto) = ends(frame);
     Tuple { pod, pod_port, server, server_port, proto }
 }
 
-/// Who has sent the packet that a frame quotes.
+/// Returns the flow of the packet that a frame quotes.
 pub fn complained(frame: &[u8]) -> Tuple {
     let (pod, pod_port, server, server_port, proto) = ends(&quoted(frame));
     Tuple { pod, pod_port, server, server_port, proto }
 }
 
-/// The packet that an error quotes, as a frame.
+/// Returns the packet that an error quotes, as a frame.
 pub fn quoted(frame: &[u8]) -> Vec<u8> {
     let r = read(frame).unwrap();
     [&frame[..14], &frame[r.l4 + 8..]].concat()
 }
 
-/// What became of a packet; `read` interprets one that is sent.
+/// Returns the fate of a packet; `read` interprets a packet that is sent.
 pub fn outcome<T>((verdict, out): &Ran, input: &[u8], read: impl Fn(&[u8]) -> T) -> Result<Outcome<T>, String> {
     match *verdict {
         SHOT => Ok(Outcome::Dropped),

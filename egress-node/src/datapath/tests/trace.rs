@@ -1,4 +1,4 @@
-//! The programs of a trace: what they report of which packets, and which hooks have them for how long.
+//! The programs of a trace: the packets and the decisions that they report.
 
 use super::{
     frames::{TCP, UDP, ip, seal, tcp, udp},
@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 const SYN: u8 = 2;
 const ACK: u8 = 16;
 
-/// The scene with the programs of a trace of the pod.
+/// Returns the scene with the programs of a trace of the pod.
 fn traced(test: &str, filter: &TraceFilter) -> Option<(Rig, Lines)> {
     let mut rig = Rig::new(test, &scene())?;
     rig.programs = Programs::load_trace(rig.pins(), SIZES, filter).unwrap();
@@ -27,7 +27,7 @@ fn segment(from: &str, to: &str, flags: u8) -> Vec<u8> {
     seal(ip(addr(from), addr(to), TCP, &[], &tcp(40_000, 443, flags, &[])))
 }
 
-/// The lines without the packets' numbers, those of one packet under each other.
+/// Returns the lines without the packets' numbers, grouped by packet.
 fn told(lines: &mut Lines) -> Vec<String> {
     lines.take().iter().map(|line| line.split_once(' ').unwrap().1.to_owned()).collect()
 }
@@ -77,7 +77,7 @@ fn nothing_is_told_of_others() {
         assert_eq!(!told(&mut lines).is_empty(), shown, "{filter:?}");
         assert_eq!(lines.seen().unwrap(), u64::from(shown));
     }
-    // By an interface that only this pod has: everything that comes out of it.
+    // With the index of an interface that only this pod has: everything that comes out of it.
     let (mut rig, mut lines) = traced("trace-liar", &TraceFilter { ifindex: 1, ..of_pod() }).unwrap();
     rig.run("pod_egress", &segment(STRANGER, SERVER4, SYN));
     assert!(!told(&mut lines).is_empty());
@@ -87,7 +87,7 @@ fn nothing_is_told_of_others() {
 fn too_many_packets_at_once_are_counted() {
     let Some((mut rig, mut lines)) = traced("trace-flood", &of_pod()) else { return };
     let frame = ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(40_000, 53, b"question"));
-    // More in a moment than are reported, and in all more than the buffer has room for.
+    // More packets in a moment than are reported, and more in total than the buffer has room for.
     const PACKETS: u64 = 20_000;
     for _ in 0..PACKETS {
         rig.run("pod_egress", &frame);

@@ -1,4 +1,4 @@
-//! What the programs count for the flows of a policy and a namespace.
+//! The programs' counts for the flows of a policy and a namespace.
 
 use super::{
     frames::{TCP, UDP, ip, read, seal, tcp, udp},
@@ -93,7 +93,7 @@ fn an_account_that_is_given_away_begins_with_nothing() {
     let question = seal(ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(40_000, 53, b"question")));
     assert_eq!(rig.run("pod_egress", &question).0, REDIRECT);
     assert_eq!(of(&rig, Some(addr(EGRESS4))).opened, 1);
-    // The pod is removed, and another one gets its address.
+    // The pod is removed, and then a pod with its address appears.
     let mut view = scene();
     view.endpoints.remove(&scenes::endpoint_id(0));
     rig.write(&view);

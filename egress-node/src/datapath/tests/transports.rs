@@ -1,4 +1,4 @@
-//! The transports between nodes: the outer headers that the programs write and strip, byte by byte, and what they leave to the
+//! The transports between nodes: the outer headers that the programs write and strip, byte by byte, and the packets that they leave to the
 //! tunnel device.
 
 use super::{
@@ -24,12 +24,12 @@ use std::net::IpAddr;
 const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const UNDERLAY: u32 = 9;
 
-/// The scene on an underlay of one family: `n1` owns the egress IPs, and packets go to it by `transport`.
+/// Returns the scene on an underlay of one family: `n1` owns the egress IPs, and packets to it use `transport`.
 fn view(ends: [&str; 2], transport: u32) -> NodeView {
     scene_between(ends, UNDERLAY, OUR_MAC, transport)
 }
 
-/// The other way round: this node owns the egress IPs, and a block of them is `n1`'s.
+/// Returns the reverse: this node owns the egress IPs, and `n1` holds a block of them.
 fn gateway(underlay: [&str; 2]) -> NodeView {
     let mut view = view(underlay, transport::VXLAN);
     carry(&mut view, UNDERLAY);
@@ -40,7 +40,7 @@ fn families() -> [(IpAddr, IpAddr, IpAddr); 2] {
     [(POD4, SERVER4, EGRESS4), (POD6, SERVER6, EGRESS6)].map(|(p, s, e)| (addr(p), addr(s), addr(e)))
 }
 
-/// What is behind the outer headers.
+/// Returns the frame behind the outer headers.
 fn inside(frame: &[u8]) -> &[u8] {
     &frame[read(frame).unwrap().l4 + 16..]
 }
@@ -81,7 +81,7 @@ fn the_outer_headers_are_those_that_the_device_writes() {
                 let outer = read(&out).unwrap();
                 assert_eq!((outer.src, outer.dst), (addr(underlay[0]), addr(underlay[1])));
                 assert_eq!((outer.proto, outer.hops, outer.later_fragment), (UDP, 64, false));
-                // RFC 6040: "experienced" is not copied, the rest is.
+                // RFC 6040: "congestion experienced" is not copied, the other values are.
                 assert_eq!(congestion_of(&out), if congestion == 3 { 2 } else { congestion });
                 let headers = &out[outer.l4..outer.l4 + 16];
                 let length = (out.len() - outer.l4) as u16;
@@ -98,7 +98,7 @@ fn the_outer_headers_are_those_that_the_device_writes() {
         }
         let sent = rig.count(Counter::SentVxlan);
         assert_eq!((sent, rig.count(Counter::SentTunnel)), (8, 0));
-        // What does not fit goes through the device, and is counted. Over IPv6 the device cannot fragment it.
+        // A packet that does not fit goes through the device, and is counted. Over IPv6 the device cannot fragment it.
         let (pod, server, egress) = families()[0];
         let large = seal(ip(pod, server, UDP, &[], &udp(4000, 53, &[7; 1450])));
         assert_eq!(rig.run("pod_egress", &large).0, REDIRECT);
@@ -128,7 +128,7 @@ fn packets_too_large_for_their_transport_are_answered_with_the_right_mtu() {
                 let datagram = |len: usize| {
                     let mut frame = ip(pod, server, UDP, &[], &udp(4000, 53, &vec![7; len - header - 8]));
                     if pod.is_ipv4() {
-                        // Not to be fragmented; the checksum of the header follows.
+                        // Do not fragment; the header's checksum is adjusted.
                         frame[20] = 0x40;
                         let (check, borrow) = u16::from_be_bytes([frame[24], frame[25]]).overflowing_sub(0x4000);
                         frame[24..26].copy_from_slice(&(check - u16::from(borrow)).to_be_bytes());
@@ -152,7 +152,7 @@ fn packets_too_large_for_their_transport_are_answered_with_the_right_mtu() {
                 assert_eq!(out[answer.l4 + 8..], large[14..14 + 512], "what it is about");
                 assert_eq!(out[..12], [&large[6..12], &large[..6]].concat());
             }
-            // The device sends what may be fragmented over IPv4; over IPv6 nothing can fragment it.
+            // Over IPv4 the device sends packets that may be fragmented; over IPv6 it cannot fragment them.
             let (pod, server, _) = families()[0];
             let answered = rig.count(Counter::TooLargeAnswered);
             rig.run("pod_egress", &seal(ip(pod, server, UDP, &[], &udp(4001, 53, &[7; 1480]))));
@@ -250,7 +250,7 @@ fn ordinary_outer_headers_are_stripped_and_others_are_left_to_the_device() {
     }
 }
 
-/// The frame to another UDP port.
+/// Redirects the frame to another UDP port.
 fn wrapped_to(port: u16, frame: &[u8]) -> Vec<u8> {
     let mut frame = frame.to_vec();
     let l4 = read(&frame).unwrap().l4;
@@ -258,7 +258,7 @@ fn wrapped_to(port: u16, frame: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// A tunnelled frame with something in its outer headers that the device has to handle.
+/// Returns variants of a tunnelled frame whose outer headers only the device can handle.
 fn unusual(usual: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
     let l4 = read(usual).unwrap().l4;
     let with = |at: usize, bytes: &[u8]| {
@@ -301,7 +301,7 @@ fn mark_congestion(frame: &mut Vec<u8>, bits: u8) {
     }
 }
 
-/// The congestion bits of the first IP header (RFC 3168, section 5).
+/// Returns the congestion bits of the first IP header (RFC 3168, section 5).
 fn congestion_of(frame: &[u8]) -> u8 {
     if frame[12..14] == [8, 0] { frame[15] & 3 } else { frame[15] >> 4 & 3 }
 }
@@ -323,13 +323,13 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
         assert_eq!(rig.run("underlay_ingress", &from(THEIR_MAC, port)).0, REDIRECT);
         rig.dropped("underlay_ingress", &from(THEIR_MAC, port + 64), Counter::DropNotLeased);
         rig.dropped("underlay_ingress", &from([2, 0, 0, 0, 0, 4], port), Counter::DropNotLeased);
-        // For example a router's: whoever it is, the packet is none of ours.
+        // A router's, for example: whatever host it is, the packet is not one of ours.
         let strange = from([2, 0, 0, 0, 0, 0x99], port);
         assert_eq!(rig.run("underlay_ingress", &strange), (NEXT, strange.clone()));
         let mut overheard = from(THEIR_MAC, port);
         overheard[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
         assert_eq!(rig.run("underlay_ingress", &overheard), (NEXT, overheard.clone()));
-        // Likewise a reply, which every carrier could send back: a switch may flood it to all of them.
+        // The same holds for a reply, which every carrier could send back: a switch may flood it to all of them.
         let mut reply = seal(ip(server, egress, TCP, &[], &tcp(443, port, 16, &[])));
         assert_eq!(rig.run("uplink_ingress", &reply).0, REDIRECT);
         reply[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0x77]);
@@ -338,7 +338,7 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
         }
     }
     assert_eq!(rig.count(Counter::Forwarded), 2);
-    // Its errors about what the server sent are checked in the same way.
+    // The node's errors about packets of the server are checked in the same way.
     let (_, server, egress) = families()[0];
     let quoted = &ip(server, egress, TCP, &[], &tcp(443, port + 64, 16, &[]))[14..];
     let mut error = seal(ip(egress, server, ICMP, &[], &icmp(3, 0, quoted)));
@@ -357,7 +357,7 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
     }
 }
 
-/// Where the tunnel's address is an egress IP, more than tunnelled packets arrive there by UDP.
+/// If the tunnel's address is an egress IP, UDP packets other than tunnelled ones arrive there.
 #[test]
 fn fragments_and_options_of_replies_to_the_tunnels_own_address_are_not_taken_for_the_tunnels() {
     let [ours, theirs] = UNDERLAYS[0];
@@ -373,7 +373,7 @@ fn fragments_and_options_of_replies_to_the_tunnels_own_address_are_not_taken_for
         assert_eq!(rig.run("underlay_ingress", &frame).0, REDIRECT, "{:?}", rig.writer.maps().counters());
     }
     assert_eq!(rig.count(Counter::DeviceOuter), 0);
-    // The tunnel's, as before.
+    // The tunnel's own fragments are left alone as before.
     let tunnelled = seal(ip(addr(theirs), to, UDP, &[], &body(TUNNEL_PORT)));
     for frame in Part::ORDERED.map(|part| part.of(&tunnelled, 8)) {
         assert_eq!(rig.run("underlay_ingress", &frame), (NEXT, frame.clone()));

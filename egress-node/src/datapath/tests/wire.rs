@@ -1,5 +1,5 @@
-//! A gateway whose interfaces are TAP devices: the programs at TC receive frames as from a wire, and what they send is seen as on a wire. A
-//! test run neither accepts nor shows a VLAN tag there, since the kernel keeps it outside the frame.
+//! A gateway whose interfaces are TAP devices: the programs at TC receive frames as from a wire, and the frames that they send appear as on
+//! a wire. A test run neither accepts nor shows a VLAN tag, because the kernel keeps the tag outside the frame.
 
 use super::{
     frames::HOST_MAC,
@@ -29,7 +29,7 @@ const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 const TAP: libc::c_short = 0x0002 | 0x1000;
 /// Longer than any frame of a test.
 const LONGEST: usize = 4096;
-/// How long a frame may take, in milliseconds.
+/// The longest time that a frame may take, in milliseconds.
 const PATIENCE: u16 = 10_000;
 
 /// The host's end of a wire.
@@ -50,12 +50,12 @@ impl Tap {
         Self(file)
     }
 
-    /// The next frame that has been sent to one host.
+    /// Returns the next frame that has been sent to one host.
     fn next(&self) -> Option<Vec<u8>> {
         let mut frame = vec![0; LONGEST];
         loop {
             match (&self.0).read(&mut frame) {
-                // The kernel's own search for routers and neighbours.
+                // Multicast: the kernel's own search for routers and neighbours.
                 Ok(_) if frame[0] & 1 != 0 => {}
                 Ok(length) => return Some(frame[..length].to_vec()),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return None,
@@ -65,20 +65,20 @@ impl Tap {
     }
 }
 
-/// The interfaces, with the programs at those where frames arrive.
+/// The interfaces, with programs at those where frames arrive.
 pub struct Wire {
-    /// By program: where its frames arrive, and that interface's MAC address.
+    /// The interface at which each program's frames arrive, with its MAC address.
     inlets: BTreeMap<&'static str, (Tap, [u8; 6])>,
     outlets: [Tap; 2],
-    /// Index of the uplink.
+    /// The index of the uplink.
     pub uplink: u32,
-    /// That of the underlay's interface, through which replies leave.
+    /// The index of the underlay's interface, through which replies leave.
     pub underlay: u32,
     _attached: Attacher,
 }
 
 impl Wire {
-    /// Makes the interfaces of a gateway, which know their next hops.
+    /// Creates the interfaces of a gateway, with known next hops.
     pub async fn new(rig: &Rig) -> Self {
         let net = Net::here();
         let (mut inlets, mut wanted, mut live) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
@@ -99,7 +99,7 @@ impl Wire {
         Self { inlets, outlets, uplink, underlay, _attached: attacher }
     }
 
-    /// Lets a frame arrive at a program at TC. Returns the frame that has left at once.
+    /// Lets a frame arrive at a program at TC. Returns the frame that has left immediately.
     pub fn carry(&self, program: &str, frame: &[u8]) -> Option<Vec<u8>> {
         while self.outlets.iter().any(|tap| tap.next().is_some()) {}
         let (tap, mac) = &self.inlets[program];
@@ -111,7 +111,7 @@ impl Wire {
         self.left()
     }
 
-    /// Waits for the frame that leaves. The kernel sends on its own through these interfaces, and whatever finds it at that waits in a queue.
+    /// Waits for the frame that leaves. The kernel also sends through these interfaces, and a frame that meets it there waits in a queue.
     pub fn sent(&self, program: &str, frame: &[u8]) -> Option<Vec<u8>> {
         let mut left = self.carry(program, frame);
         while left.is_none() {

@@ -1,4 +1,4 @@
-//! The order of writing, interrupted at every step; and the same with real maps.
+//! The order of writing, interrupted at every step, and the writing of real maps.
 
 use super::{BpfDir, scenes};
 use crate::datapath::{
@@ -23,7 +23,7 @@ use proptest::{
 };
 use std::{collections::BTreeSet, net::IpAddr, os::fd::AsRawFd};
 
-/// Maps that accept a number of operations and then no more, as when the agent dies.
+/// Maps that accept a number of operations and then fail, as when the agent dies.
 struct Failing {
     tables: Tables,
     left: usize,
@@ -59,7 +59,7 @@ impl Sink for Failing {
     }
 }
 
-/// Checks that everything that an entry names exists.
+/// Checks that everything an entry names exists.
 fn consistent(t: &Tables) -> Result<(), String> {
     let fail = |what: String| Err(what);
     let named = |kind, id| t.names.contains_key(&NameKey { kind, id });
@@ -135,13 +135,13 @@ fn consistent(t: &Tables) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that nothing that exists before and after is missing in between.
+/// Returns whether every entry that exists before and after also exists in between.
 fn nothing_missing<K: MapKind>(before: &Tables, now: &Tables, after: &Tables) -> bool {
     let (before, now, after) = (K::entries(before), K::entries(now), K::entries(after));
     before.keys().filter(|k| after.contains_key(k)).all(|k| now.contains_key(k))
 }
 
-/// Only the chunks that policies use.
+/// Returns the tables with only the chunks that policies use.
 fn without_leftovers(mut t: Tables) -> Tables {
     let used = |t: &Tables, chunk: u32| {
         t.policies.values().any(|p| (p.table..p.table + p.table_len.div_ceil(MAGLEV_CHUNK as u32)).contains(&chunk))
@@ -182,7 +182,7 @@ proptest! {
                     prop_assert_eq!(&done, &Tables { config, ..wanted.clone() });
                     break;
                 }
-                // The next agent finishes it.
+                // The next agent finishes the write.
                 let mut sink = Failing { left: usize::MAX, ..sink };
                 let torn = without_leftovers(sink.tables.clone());
                 let wanted = Encoder::recover(&torn).encode(view, &torn).unwrap();
@@ -200,7 +200,7 @@ fn writer(dir: &BpfDir) -> MapWriter {
     MapWriter::open(Maps::open(&dir.pins).unwrap()).unwrap()
 }
 
-/// Invariant: the hold ends when the pod that it was for is known.
+/// Invariant: the hold ends only when the pod that caused it is known.
 #[test]
 fn held_packets_are_released_last() {
     let mut encoder = Encoder::recover(&Tables::default());
@@ -231,12 +231,12 @@ fn some_views(n: usize) -> Vec<NodeView> {
     (0..n).map(|_| strategy.new_tree(&mut runner).unwrap().current()).collect()
 }
 
-/// Pods, and policies that each select all of them.
+/// The number of pods, and of policies that each select all of them.
 const PODS: usize = 2_000;
 const POLICIES: usize = 6;
 
-/// A node with many pods under several policies with several prefixes each. On a small one, growth with their product
-/// could not be distinguished.
+/// Returns a node with many pods under several policies with several prefixes each. On a small node, growth with their product could not be
+/// distinguished.
 fn crowded(pods: usize) -> NodeView {
     let slots = vec![SlotView { address: scenes::egress_ip(0), weight: 1, usable: true }];
     let policy = PolicyView { slots, ..PolicyView::default() };
@@ -277,7 +277,7 @@ fn quadratic_one_pod_among_thousands_costs_a_handful_of_writes() {
         spent.push(usize::MAX - sink.left);
         present = wanted;
     }
-    // A name and an address for each pod; entries for each policy, class and prefix are added, not multiplied.
+    // A name and an address for each pod. The entries for each policy, class and prefix are added, not multiplied.
     assert!((2 * PODS..2 * PODS + 500).contains(&spent[0]), "{spent:?}");
     assert!(spent[1..].iter().all(|writes| (1..8).contains(writes)), "{spent:?}");
 }

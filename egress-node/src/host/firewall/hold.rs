@@ -1,8 +1,7 @@
-//! The hold while a selected pod is starting: what a pod sends before its interface has a program is dropped. Pure.
+//! The hold while a selected pod is starting: packets that a pod sends before its interface has a program are dropped. Pure.
 //!
-//! `pod_egress` marks in the priority that it has seen a packet. A packet without that mark is dropped if it comes in at
-//! an interface that may be a pod's, for a destination that policies may touch. So it does not matter how late the agent
-//! attaches its programs.
+//! `pod_egress` marks each packet that it has seen in the priority. A packet without that mark is dropped if it arrives on an interface
+//! that may be a pod's and its destination is one that policies may touch. So it does not matter how late the agent attaches its programs.
 
 use std::net::IpAddr;
 
@@ -15,13 +14,13 @@ use super::{
     rules::{OUTSIDE, version},
 };
 
-/// Names of the sets.
+/// Names of the sets of untouched destinations.
 const UNTOUCHED: [&str; 2] = ["untouched4", "untouched6"];
-/// Destinations for which no packet leaves a node, as in `never_leaves` of the programs.
+/// Destinations for which no packet leaves a node, as in the programs' `never_leaves`.
 const NEVER: [&str; 7] =
     ["0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/3", "::/127", "fe80::/10", "ff00::/8"];
 
-/// The sets that [`rules`] use besides [`OUTSIDE`]; none while nothing is held.
+/// Returns the sets that [`rules`] use besides [`OUTSIDE`]; none while nothing is held.
 pub fn sets(spec: &Spec) -> Vec<Set> {
     let Some(untouched) = &spec.hold else { return Vec::new() };
     let never = NEVER.iter().filter_map(|net| net.parse::<IpNet>().ok());
@@ -33,7 +32,7 @@ pub fn sets(spec: &Spec) -> Vec<Set> {
     ]
 }
 
-/// The rules, one for each family.
+/// Returns the rules, one for each family.
 pub fn rules(spec: &Spec) -> Vec<Rule> {
     if spec.hold.is_none() {
         return Vec::new();
@@ -59,7 +58,7 @@ pub fn rules(spec: &Spec) -> Vec<Rule> {
     families.into_iter().zip(UNTOUCHED).map(rule).collect()
 }
 
-/// The start of each network, followed by the first address after it; for sorted networks of one family that do not
+/// Returns the start of each network, followed by the first address after it. The networks must be sorted, of one family, and must not
 /// overlap.
 fn intervals<'a>(nets: impl Iterator<Item = &'a IpNet>) -> Vec<Vec<u8>> {
     let mut found: Vec<Vec<u8>> = Vec::new();
@@ -83,7 +82,7 @@ fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// The successor of a number in network byte order; `None` after the last.
+/// Returns the successor of a number in network byte order; `None` after the last one.
 fn next(mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let at = bytes.iter().rposition(|byte| *byte != u8::MAX)?;
     bytes[at] += 1;

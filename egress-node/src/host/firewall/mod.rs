@@ -1,8 +1,8 @@
-//! The host-stack path of a flow's first packet: nftables rules that exempt such packets and the tunnel's outer ones from
-//! conntrack, and so from masquerading, and on a node without a default route a policy route to the tunnel device.
+//! The host-stack path of a flow's first packet: nftables rules that exempt first packets and the tunnel's outer packets from conntrack,
+//! and so from masquerading, and on a node without a default route a policy route to the tunnel device.
 //!
-//! Programs give such a packet a priority, by which the rules recognise it. The program at the interface through which it
-//! leaves translates it. One that would leave through an interface without that program is dropped.
+//! Programs mark a first packet with a priority, by which the rules recognise it. The program at the interface through which it leaves
+//! translates it. A first packet that would leave through an interface without that program is dropped.
 
 mod hold;
 mod nft;
@@ -28,18 +28,18 @@ const LOOPED: &str = "looped";
 const COPIED: &str = "copied";
 const COUNTERS: [&str; 5] = [HELD, ASTRAY, FORGED, LOOPED, COPIED];
 
-/// What our rules have dropped, of one kind. It is counted as long as the table exists, whether or not the agent runs.
+/// The packets of one kind that our rules have dropped. They are counted as long as the table exists, whether or not the agent runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dropped {
-    /// A name like those of the programs' counters: it begins with `drop_`.
+    /// A name in the style of the programs' counters: it begins with `drop_`.
     pub name: &'static str,
-    /// One sentence of description.
+    /// A description of one sentence.
     pub help: &'static str,
-    /// How many packets.
+    /// The number of packets.
     pub packets: u64,
 }
 
-/// What the rules have dropped so far; nothing if nftables cannot be read.
+/// Returns the counts of packets that the rules have dropped; none if nftables cannot be read.
 pub fn dropped() -> Vec<Dropped> {
     let Ok(counters) = nft::counters(TABLE) else { return Vec::new() };
     let of = |counter: &str| counters.get(counter).map_or(0, |counted| counted.packets);
@@ -60,27 +60,27 @@ pub fn dropped() -> Vec<Dropped> {
 /// The wanted state of the path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spec {
-    /// The one bit of the mark.
+    /// The single bit of the mark.
     pub mark: u32,
     /// The tunnel device's ifindex.
     pub index: u32,
-    /// Its UDP port.
+    /// The tunnel's UDP port.
     pub port: u16,
-    /// Where this node receives tunnelled packets.
+    /// The addresses at which this node receives tunnelled packets.
     pub addresses: BTreeSet<IpAddr>,
-    /// Interfaces that have the program that translates first packets.
+    /// Interfaces with the program that translates first packets.
     pub exits: BTreeSet<String>,
-    /// Interfaces whose packets are never a pod's, whatever their mark.
+    /// Interfaces whose packets are never from a pod, whatever their mark.
     pub outside: BTreeSet<String>,
     /// Whether policies select pods of this node. Without them there are no first packets, and a routing rule for them would only
     /// slow down each route lookup of the kernel.
     pub selects: bool,
-    /// While a selected pod is starting: the destinations that no policy touches. Packets to others that our program has
-    /// not seen are held.
+    /// While a selected pod is starting: the destinations that no policy touches. Packets to other destinations that our program has not
+    /// seen are held.
     pub hold: Option<BTreeSet<IpNet>>,
 }
 
-/// Why the path cannot be made.
+/// Why the path cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum FirewallError {
     /// nftables.
@@ -89,7 +89,7 @@ pub enum FirewallError {
          nf_tables_inet, nft_ct and nft_objref (`modprobe -a nf_tables nft_ct nft_objref`)"
     )]
     Nftables {
-        /// What was tried.
+        /// The attempted action.
         action: &'static str,
         /// The kernel's answer.
         source: io::Error,
@@ -100,7 +100,7 @@ pub enum FirewallError {
          CONFIG_IP_MULTIPLE_TABLES and CONFIG_IPV6_MULTIPLE_TABLES"
     )]
     Routing {
-        /// What was tried.
+        /// The attempted action.
         action: &'static str,
         /// The kernel's answer.
         message: String,
@@ -117,19 +117,19 @@ impl FirewallError {
     }
 }
 
-/// The path, as it was made last.
+/// The path, as last set up.
 #[derive(Debug, Default)]
 pub struct StackPath {
     made: Option<Spec>,
 }
 
 impl StackPath {
-    /// Makes what is missing or different. Returns whether anything was. Anybody may remove any of it at any time.
+    /// Creates whatever is missing or different. Returns whether anything was. Anybody may remove parts of the path at any time.
     pub async fn ensure(&mut self, handle: &Handle, links: &LinkTable, spec: &Spec) -> Result<bool, FirewallError> {
         let selects = spec.selects
             || match &self.made {
                 Some(made) => made.selects,
-                // The programs of an earlier agent keep running.
+                // Programs of an earlier agent keep running.
                 None => routes::any_rules(handle).await?,
             };
         let spec = &Spec { selects, ..spec.clone() };
@@ -139,7 +139,7 @@ impl StackPath {
         let present = nft::rules(TABLE).map_err(FirewallError::nftables("read"))?;
         let mut changed = present != rules::summary(&chains);
         if changed {
-            // What is dropped between this read and the new rules is not counted.
+            // Packets that are dropped between this read and the new rules are not counted.
             let counters = nft::counters(TABLE).map_err(FirewallError::nftables("read"))?;
             let counters = COUNTERS.map(|name| (name, counters.get(name).copied().unwrap_or_default()));
             nft::replace(TABLE, &counters, &rules::sets(spec), &chains).map_err(FirewallError::nftables("made"))?;
@@ -153,7 +153,7 @@ impl StackPath {
     }
 }
 
-/// What exists of it on this node, a line each.
+/// Lists the parts of the path that exist on this node, a line each.
 pub async fn inventory(handle: &Handle) -> Result<Vec<String>, FirewallError> {
     let rules = nft::rules(TABLE).map_err(FirewallError::nftables("read"));
     let mut lines = match rules {
@@ -165,10 +165,10 @@ pub async fn inventory(handle: &Handle) -> Result<Vec<String>, FirewallError> {
     Ok(lines)
 }
 
-/// Removes all of it; returns what was there.
+/// Removes the whole path. Returns the parts that existed.
 pub async fn remove(handle: &Handle) -> Result<Vec<String>, FirewallError> {
     let found = inventory(handle).await?;
-    // First what routes packets here, then what catches stray ones.
+    // The rules that route packets here go first, then those that catch stray packets.
     routes::remove(handle).await?;
     if found.iter().any(|line| line.starts_with("nftables")) {
         nft::delete(TABLE).map_err(FirewallError::nftables("removed"))?;

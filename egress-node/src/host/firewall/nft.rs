@@ -1,7 +1,7 @@
-//! nftables through netlink: just enough to replace one of our tables as a whole and to check whether it still exists.
+//! nftables through netlink: just enough to replace one of our tables as a whole, and to check whether it still exists.
 //!
 //! The image does not contain `nft`, and the existing libraries need it or have another licence. Numbers are those of
-//! `linux/netfilter/nf_tables.h`; attributes are in network byte order, registers in the machine's.
+//! `linux/netfilter/nf_tables.h`. Attributes are in network byte order, registers in the machine's.
 
 use std::{collections::BTreeMap, io};
 
@@ -16,46 +16,46 @@ const NEW_ELEMENTS: u16 = 12;
 const GET_RULE: u16 = 7;
 const NEW_OBJECT: u16 = 18;
 const GET_OBJECT: u16 = 19;
-/// Kind of a named object: a counter.
+/// The kind of a named object: a counter.
 const COUNTER: u32 = 1;
-/// Flag of a set whose elements are intervals, and of an element that ends one.
+/// The flag of a set whose elements are intervals, and the flag of an element that ends an interval.
 const INTERVALS: u32 = 4;
 const INTERVAL_END: u32 = 1;
-/// Elements in one message, which may have 64 KiB.
+/// Elements per message, which may have 64 KiB.
 const ELEMENTS: usize = 1_000;
-/// Kind of a set's byte order in its user data, as in `nft`, and the machine's own.
+/// The kind of user data that holds a set's byte order, as in `nft`, and the value for the machine's own order.
 const BYTE_ORDER: u8 = 0;
 const HOST_ORDER: u32 = 1;
-/// Kind of a rule's comment in its user data, as in `nft`.
+/// The kind of user data that holds a rule's comment, as in `nft`.
 const COMMENT: u8 = 0;
 
-/// Where a chain is on a packet's path.
+/// The hook of a chain on a packet's path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hook {
-    /// Everything that comes in, before it is routed.
+    /// Packets that come in, before they are routed.
     Prerouting = 0,
-    /// What is for this host.
+    /// Packets for this host.
     Input = 1,
-    /// What is routed from one interface to another.
+    /// Packets that are routed from one interface to another.
     Forward = 2,
-    /// What this host sends.
+    /// Packets that this host sends.
     Output = 3,
 }
 
-/// A field of a packet or of what the kernel knows about it.
+/// A field of a packet, or of the kernel's metadata about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Field {
     /// `skb->priority`.
     Priority,
     /// `skb->mark`.
     Mark,
-    /// Name of the interface at which it came in, 16 bytes.
+    /// Name of the interface at which the packet came in, 16 bytes.
     InputName,
-    /// Name of the interface through which it leaves, 16 bytes.
+    /// Name of the interface through which the packet leaves, 16 bytes.
     OutputName,
     /// `NFPROTO_IPV4` (2) or `NFPROTO_IPV6` (10), one byte.
     Family,
-    /// Number of the transport protocol, one byte.
+    /// The number of the transport protocol, one byte.
     Protocol,
     /// Bits of the connection's state.
     ConnectionState,
@@ -65,7 +65,7 @@ pub enum Field {
     Transport(u32, u32),
 }
 
-/// A part of a rule; a rule ends with the first part that does not hold.
+/// A part of a rule. Evaluation of a rule ends at the first part that does not hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
     /// The field has this value.
@@ -111,9 +111,9 @@ pub enum Values {
 pub struct Set {
     /// Its name.
     pub name: &'static str,
-    /// What is in it.
+    /// The type of its values.
     pub values: Values,
-    /// The single values; or the start of each interval, followed by the first value after it, if there is one.
+    /// The single values, or the start of each interval, each followed by the first value after the interval, if there is one.
     pub elements: Vec<Vec<u8>>,
 }
 
@@ -130,12 +130,12 @@ impl Set {
     }
 }
 
-/// A base chain that accepts what its rules do not drop.
+/// A base chain that accepts packets that its rules do not drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
     /// Its name.
     pub name: &'static str,
-    /// Where it is.
+    /// Its hook.
     pub hook: Hook,
     /// Its place among the chains of the hook.
     pub priority: i32,
@@ -143,7 +143,7 @@ pub struct Chain {
     pub rules: Vec<Rule>,
 }
 
-/// What a counter has counted.
+/// The values of a counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
     /// Packets.
@@ -206,7 +206,7 @@ fn add_set(batch: &mut Batch, table: &str, id: u32, set: &Set) {
         m.number(5, set.length());
         m.number(10, id);
         if set.values == Values::Names {
-            // Only for `nft`, which would otherwise show names backwards.
+            // Only for `nft`, which would otherwise show the names backwards.
             m.bytes(13, &[&[BYTE_ORDER, 4], &HOST_ORDER.to_ne_bytes()[..]].concat());
         }
     });
@@ -229,7 +229,7 @@ fn add_set(batch: &mut Batch, table: &str, id: u32, set: &Set) {
     }
 }
 
-/// Removes the table; false if there was none.
+/// Removes the table. Returns false if there was none.
 pub fn delete(table: &str) -> io::Result<bool> {
     let mut batch = Batch::new();
     batch.message(DELETE_TABLE, 0, |m| m.text(1, table));
@@ -240,7 +240,7 @@ pub fn delete(table: &str) -> io::Result<bool> {
     }
 }
 
-/// The rules of a table, as (chain, comment), in their order; empty if there is no such table.
+/// Returns the rules of a table, as (chain, comment), in their order; empty if there is no such table.
 pub fn rules(table: &str) -> io::Result<Vec<(String, String)>> {
     let mut found = Vec::new();
     dump(table, GET_RULE, NEW_RULE, |chain, rule| {
@@ -250,7 +250,7 @@ pub fn rules(table: &str) -> io::Result<Vec<(String, String)>> {
     Ok(found)
 }
 
-/// The counters of a table by name; empty if there is no such table.
+/// Returns the counters of a table by name; empty if there is no such table.
 pub fn counters(table: &str) -> io::Result<BTreeMap<String, Counted>> {
     let mut found = BTreeMap::new();
     dump(table, GET_OBJECT, NEW_OBJECT, |name, object| {
@@ -266,7 +266,7 @@ pub fn counters(table: &str) -> io::Result<BTreeMap<String, Counted>> {
     Ok(found)
 }
 
-/// Calls `each` with the second attribute, a name, and all attributes of everything of a kind that is in the table.
+/// Calls `each` for every object of a kind in the table, with the second attribute, a name, and all attributes.
 fn dump(table: &str, get: u16, new: u16, mut each: impl FnMut(String, &[u8])) -> io::Result<()> {
     let mut request = Message::new(SUBSYSTEM << 8 | get, libc::NLM_F_REQUEST | libc::NLM_F_DUMP, 0);
     request.text(1, table);
@@ -303,10 +303,10 @@ fn read_comment(data: &[u8]) -> Option<String> {
     }
 }
 
-/// The register that everything here uses: 16 bytes.
+/// The register that all expressions here use: 16 bytes.
 const REGISTER: u32 = 1;
 
-/// The kernel's expressions for one part.
+/// Adds the kernel's expressions for one part.
 fn expressions(list: &mut Message, part: &Part) {
     match part {
         Part::Is(field, value) => {
@@ -381,7 +381,7 @@ fn load(list: &mut Message, field: Field) {
     }
 }
 
-/// The register becomes `(register & mask) ^ xor`.
+/// Sets the register to `(register & mask) ^ xor`.
 fn mask(list: &mut Message, mask: u32, xor: u32) {
     list.expression("bitwise", |data| {
         data.number(1, REGISTER);
@@ -392,7 +392,7 @@ fn mask(list: &mut Message, mask: u32, xor: u32) {
     });
 }
 
-/// `operation` 0: the register is `value`; 1: it is not.
+/// Compares the register. `operation` 0: it equals `value`; 1: it does not.
 fn compare(list: &mut Message, operation: u32, value: &[u8]) {
     list.expression("cmp", |data| {
         data.number(1, REGISTER);

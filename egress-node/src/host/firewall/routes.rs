@@ -1,7 +1,7 @@
-//! The policy route of a node without a default route: a rule after all others that sends marked packets for which there is no
-//! other route to our own table, and that table. A node without a default route is a reason to have gateways.
+//! The policy route of a node without a default route: our own table, and a rule after all others that sends marked packets without another
+//! route to that table. The lack of a default route is a reason to have gateways.
 //!
-//! Nothing is made if there is a default route: the kernel looks up routes faster while there are no custom rules.
+//! Nothing is created if there is a default route: the kernel looks up routes faster without custom rules.
 
 use std::{
     fmt,
@@ -26,18 +26,18 @@ use egress_core::network::links::LinkTable;
 const TABLE: u32 = 0x5350;
 /// The protocol number that identifies rules and routes as ours.
 const PROTOCOL: u8 = 0x53;
-/// Priority of the rule: after those of the kernel, the last of which is 32767.
+/// The rule's priority: after the kernel's rules, the last of which is 32767.
 const BEHIND: u32 = 0x9350;
-/// One neighbour on the device for all destinations; the programs overwrite what the device makes of it.
+/// One neighbour on the device for all destinations; the programs overwrite the header that the device writes for it.
 const NEXT_HOP_V4: Ipv4Addr = Ipv4Addr::new(169, 254, 83, 80);
 const NEXT_HOP_V6: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0x53, 0x50);
 
-/// What matters of one of our rules.
+/// The relevant content of one of our rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rule {
     /// Sends packets with the bit to our table.
     Lead(u32),
-    /// Something else with our protocol number, of an older agent: its priority, and what it does.
+    /// Another rule with our protocol number, of an older agent: its priority and its action.
     Other(u32, String),
 }
 
@@ -50,13 +50,13 @@ impl fmt::Display for Rule {
     }
 }
 
-/// The families that the kernel has.
+/// Returns the families that the kernel has.
 pub fn families() -> impl Iterator<Item = IpVersion> {
     let ipv6 = std::path::Path::new("/proc/sys/net/ipv6").exists();
     [IpVersion::V4].into_iter().chain(ipv6.then_some(IpVersion::V6))
 }
 
-/// Whether the family has a default route that is not ours.
+/// Returns whether the family has a default route that is not ours.
 pub fn has_default(links: &LinkTable, family: &IpVersion) -> bool {
     links.default_routes.iter().any(|route| route.ipv6 == is_ipv6(family) && route.table != TABLE)
 }
@@ -65,7 +65,7 @@ fn is_ipv6(family: &IpVersion) -> bool {
     matches!(family, IpVersion::V6)
 }
 
-/// Makes the route and rule of a family, or removes them without a `spec`. Returns whether anything was different. `anew`: the route
+/// Creates the route and the rule of a family, or without a `spec` removes them. Returns whether anything changed. With `anew`, the route
 /// may differ from the one before.
 pub async fn ensure(
     handle: &Handle,
@@ -76,7 +76,7 @@ pub async fn ensure(
 ) -> Result<bool, FirewallError> {
     let mut changed = false;
     let there = links.default_routes.iter().any(|route| route.ipv6 == is_ipv6(family) && route.table == TABLE);
-    // The route before the rule that refers to it.
+    // The route comes before the rule that refers to it.
     if let Some(spec) = spec
         && (anew || !there)
     {
@@ -106,7 +106,7 @@ pub async fn ensure(
     Ok(changed)
 }
 
-/// Whether any of our rules exists.
+/// Returns whether any of our rules exists.
 pub async fn any_rules(handle: &Handle) -> Result<bool, FirewallError> {
     for family in families() {
         if !ours(handle, &family).await?.is_empty() {
@@ -148,14 +148,14 @@ fn address_family(family: &IpVersion) -> AddressFamily {
     }
 }
 
-/// Our rules in a family.
+/// Returns our rules in a family.
 async fn ours(handle: &Handle, family: &IpVersion) -> Result<Vec<(Rule, RuleMessage)>, FirewallError> {
     let all: Vec<RuleMessage> =
         handle.rule().get(family.clone()).execute().try_collect().await.map_err(FirewallError::routing("read"))?;
     Ok(all.into_iter().filter_map(|message| Some((decode(&message)?, message))).collect())
 }
 
-/// The rule, if it is ours.
+/// Decodes a rule, if it is ours.
 fn decode(message: &RuleMessage) -> Option<Rule> {
     let (mut priority, mut mark, mut own) = (0, (0, 0), false);
     let mut table = u32::from(message.header.table);
@@ -190,7 +190,7 @@ fn builder(family: &IpVersion) -> RouteMessageBuilder<IpAddr> {
     builder.destination_prefix(any, 0).unwrap_or_else(|_| RouteMessageBuilder::<IpAddr>::new())
 }
 
-/// Everything to the tunnel device.
+/// Returns the route that sends everything to the tunnel device.
 fn lead(family: &IpVersion, spec: &Spec) -> RouteMessage {
     let mut message = builder(family).output_interface(spec.index).onlink().build();
     let hop = match family {
@@ -201,7 +201,7 @@ fn lead(family: &IpVersion, spec: &Spec) -> RouteMessage {
     message
 }
 
-/// Our routes in a family.
+/// Returns our routes in a family.
 async fn routes(handle: &Handle, family: &IpVersion) -> Result<Vec<RouteMessage>, FirewallError> {
     let all = match family {
         IpVersion::V4 => RouteMessageBuilder::<Ipv4Addr>::new().build(),
@@ -216,7 +216,7 @@ async fn routes(handle: &Handle, family: &IpVersion) -> Result<Vec<RouteMessage>
     Ok(all.into_iter().filter(ours).collect())
 }
 
-/// Our rules and routes, a line each.
+/// Lists our rules and routes, a line each.
 pub async fn inventory(handle: &Handle) -> Result<Vec<String>, FirewallError> {
     let mut lines = Vec::new();
     for family in families() {

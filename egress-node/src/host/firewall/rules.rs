@@ -14,19 +14,19 @@ use super::{
 const EARLY: i32 = -301;
 /// Right after connection tracking.
 const TRACKED: i32 = -199;
-/// After everything that changes marks.
+/// After all chains that change marks.
 const LATE: i32 = 1_000;
 /// `NF_CT_STATE_INVALID_BIT`.
 const INVALID: u32 = 1;
-/// Length of an interface's name with its zeros.
+/// Length of an interface's name with its padding zeros.
 const NAME: usize = 16;
 /// Name of the set of interfaces through which first packets may leave.
 const EXITS: &str = "exits";
 
-/// The set of [`Spec::outside`].
+/// Name of the set of [`Spec::outside`].
 pub const OUTSIDE: &str = "outside";
 
-/// The sets that rules use.
+/// Returns the sets that the rules use.
 pub fn sets(spec: &Spec) -> Vec<Set> {
     let names = |names: &BTreeSet<String>| names.iter().map(|name| name_bytes(name)).collect();
     let set = |name, elements| Set { name, values: Values::Names, elements };
@@ -34,27 +34,27 @@ pub fn sets(spec: &Spec) -> Vec<Set> {
     names.into_iter().chain(hold::sets(spec)).collect()
 }
 
-/// A short form of the contents of the set of this name.
+/// Returns a hash of the contents of the set with this name.
 fn version_of(spec: &Spec, name: &str) -> String {
     version(sets(spec).iter().filter(|set| set.name == name))
 }
 
-/// An interface's name as nftables compares it.
+/// Returns an interface's name in the form that nftables compares.
 fn name_bytes(name: &str) -> Vec<u8> {
     let mut bytes = name.as_bytes().to_vec();
     bytes.resize(NAME, 0);
     bytes
 }
 
-/// A short form of the contents of some sets: a set is replaced together with the rule that names it, and a rule is
-/// identified by its comment.
+/// Returns a hash of the contents of some sets. A set is replaced together with the rule that names it, and a rule is identified by its
+/// comment, which contains this hash.
 pub fn version<'a>(sets: impl IntoIterator<Item = &'a Set>) -> String {
     let mut hasher = SipHasher13::new();
     sets.into_iter().flat_map(|set| &set.elements).for_each(|element| hasher.write(element));
     format!("{:016x}", hasher.finish())
 }
 
-/// The chains of the table. `led`: a routing rule sends packets with the mark to the tunnel device.
+/// Returns the chains of the table. `led`: a routing rule sends packets with the mark to the tunnel device.
 pub fn chains(spec: &Spec, led: bool) -> Vec<Chain> {
     let chain = |name, hook, priority, rules| Chain { name, hook, priority, rules };
     let mut early = vec![ours(vec![Part::NoTrack], "not tracked".to_owned()), looped(spec.port)];
@@ -74,13 +74,13 @@ pub fn chains(spec: &Spec, led: bool) -> Vec<Chain> {
     chains
 }
 
-/// The rules as the kernel lists them.
+/// Returns the rules as the kernel lists them.
 pub fn summary(chains: &[Chain]) -> Vec<(String, String)> {
     let rules = chains.iter().flat_map(|chain| chain.rules.iter().map(|rule| (chain.name, &rule.comment)));
     rules.map(|(chain, comment)| (chain.to_owned(), comment.clone())).collect()
 }
 
-/// Packets that `pod_egress` has left to the stack.
+/// Matches packets that `pod_egress` has left to the stack.
 fn ours(what: Vec<Part>, done: String) -> Rule {
     let mut parts = vec![first()];
     parts.extend(what);
@@ -91,14 +91,14 @@ fn first() -> Part {
     Part::Is(Field::Priority, FIREWALL_PRIORITY.to_ne_bytes().into())
 }
 
-/// A gateway's copy of a packet for a leased port of its own address that turned out not to belong to anything that this host
-/// masquerades: the packet is the lessee's, and an ICMP error of this host would be about the lessee's flow.
+/// Drops a gateway's copy of a packet for a leased port of its own address if the packet belongs to nothing that this host masquerades: it
+/// is the lessee's packet, and an ICMP error from this host would be about the lessee's flow.
 fn copied() -> Rule {
     let parts = vec![Part::Is(Field::Priority, COPY_PRIORITY.to_ne_bytes().into()), Part::Count(COPIED), Part::Drop];
     Rule { comment: "copies of packets for leased ports: not for this host's sockets".to_owned(), parts }
 }
 
-/// Tunnelled packets from this host to itself: no node sends them. A raw socket may give them any source.
+/// Drops tunnelled packets from this host to itself: no node sends them. A raw socket may give them any source.
 fn looped(port: u16) -> Rule {
     let mut parts = vec![Part::Is(Field::InputName, name_bytes("lo"))];
     parts.extend(udp_to(port));
@@ -111,7 +111,7 @@ fn udp_to(port: u16) -> [Part; 2] {
     [Part::Is(Field::Protocol, vec![udp]), Part::Is(Field::Transport(2, 2), port.to_be_bytes().into())]
 }
 
-/// Tunnelled packets that come in.
+/// Exempts incoming tunnelled packets from conntrack.
 fn outer_in(address: IpAddr, port: u16) -> Rule {
     let (family, destination, bytes) = match address {
         IpAddr::V4(a) => (libc::NFPROTO_IPV4, Field::Network(16, 4), a.octets().to_vec()),
@@ -123,14 +123,14 @@ fn outer_in(address: IpAddr, port: u16) -> Rule {
     Rule { comment: format!("tunnel to {address} port {port}: not tracked"), parts }
 }
 
-/// Tunnelled packets that go out.
+/// Exempts outgoing tunnelled packets from conntrack.
 fn outer_out(port: u16) -> Rule {
     let parts = udp_to(port).into_iter().chain([Part::NoTrack]).collect();
     Rule { comment: format!("tunnel to port {port}: not tracked"), parts }
 }
 
-/// This host's answer to a packet that is too large for the tunnel. Conntrack does not know the quoted packet, which
-/// [`ours`] has exempted, and marks the answer as invalid: many firewalls drop it.
+/// Exempts this host's answer to a packet that is too large for the tunnel. Conntrack does not know the quoted packet, which [`ours`] has
+/// exempted, and marks the answer as invalid: many firewalls would drop it.
 fn too_large(protocol: i32) -> Rule {
     let (name, header) = match protocol {
         // RFC 1191, section 4, and RFC 4443, section 3.2.
@@ -146,8 +146,8 @@ fn too_large(protocol: i32) -> Rule {
     Rule { comment: format!("{name}, about a packet that is not tracked: not tracked"), parts }
 }
 
-/// UDP for the tunnel's port from where pods may be: `gate.rs` drops it at an interface that has a program. Here the destination
-/// may also be the result of the host's NAT, for example of a Service.
+/// Drops UDP for the tunnel's port from interfaces that may be pods'. `gate.rs` drops it at an interface that has a program. Here the
+/// destination may also be the result of the host's NAT, for example of a Service.
 fn to_tunnel(spec: &Spec) -> Rule {
     let mut parts = vec![Part::NotIn(Field::InputName, OUTSIDE)];
     parts.extend(udp_to(spec.port));
@@ -155,7 +155,7 @@ fn to_tunnel(spec: &Spec) -> Rule {
     Rule { comment: format!("tunnel to port {}: not from pods ({})", spec.port, version_of(spec, OUTSIDE)), parts }
 }
 
-/// A first packet that is about to leave with the pod's address, since no program of ours is at the interface.
+/// Drops a first packet that is about to leave with the pod's address, because its interface has no program of ours.
 fn astray(spec: &Spec) -> Rule {
     let parts = vec![first(), Part::NotIn(Field::OutputName, EXITS), Part::Count(ASTRAY), Part::Drop];
     Rule { comment: format!("first packets of flows: by an exit or not at all ({})", version_of(spec, EXITS)), parts }

@@ -76,7 +76,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         let fresh = Links::follow(LinksOptions::default()).await.unwrap();
         assert!(!way.ensure(&net.handle, &fresh.current(), &spec).await.unwrap(), "nothing was different");
 
-        // What others remove is restored; what is no longer wanted is removed.
+        // Rules and routes that others remove are restored; those that are no longer wanted are removed.
         shown("nft", &["flush", "ruleset"]);
         shown("ip", &["rule", "del", "pref", "37712"]);
         assert!(way.ensure(&net.handle, &fresh.current(), &spec).await.unwrap());
@@ -103,7 +103,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         ] {
             assert!(table.contains(part), "{part:?} is not in\n{table}");
         }
-        // More than fits into one message, or into the socket's buffer.
+        // More elements than fit into one message, or into the socket's buffer.
         let many = (0..20_000u32).map(|n| IpNet::from(IpAddr::from((0x0b00_0000 + 2 * n).to_be_bytes())));
         let many = Spec { hold: Some(many.collect()), ..fewer.clone() };
         assert!(way.ensure(&net.handle, &fresh.current(), &many).await.unwrap());
@@ -111,7 +111,7 @@ fn everything_is_made_once_mended_listed_and_removed() {
         assert!(way.ensure(&net.handle, &fresh.current(), &fewer).await.unwrap());
         assert!(!shown("nft", &["list", "table", "inet", "spillway"]).contains("untouched"));
 
-        // What an earlier agent made stays: its programs may mark packets.
+        // The rules of an earlier agent stay: its programs may mark packets.
         let gateway = Spec { selects: false, ..fewer.clone() };
         assert!(StackPath::default().ensure(&net.handle, &fresh.current(), &gateway).await.is_ok());
         assert!(shown("ip", &["rule"]).contains("0x2000/0x2000"));

@@ -16,7 +16,7 @@ const BATCH_END: u16 = 0x11;
 const NESTED: u16 = 1 << 15;
 /// `NFNL_MSG_BATCH_BEGIN` and messages begin with this many bytes of netlink and netfilter headers.
 const HEADERS: usize = 16 + 4;
-/// How long the kernel may take to answer; it waits for other programs' changes.
+/// The longest time that the kernel may take to answer; it waits for other programs' changes.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Larger than any message of a dump.
 const BUFFER: usize = 64 * 1024;
@@ -25,7 +25,7 @@ const BUFFER: usize = 64 * 1024;
 pub struct Message(Vec<u8>);
 
 impl Message {
-    /// Begins one. `resource`: the netfilter subsystem of a batch.
+    /// Begins a message. `resource` is the netfilter subsystem of a batch.
     pub fn new(kind: u16, flags: i32, resource: u16) -> Self {
         let mut bytes = vec![0; HEADERS];
         bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
@@ -35,7 +35,7 @@ impl Message {
         Self(bytes)
     }
 
-    /// An attribute.
+    /// Adds an attribute.
     pub fn bytes(&mut self, kind: u16, value: &[u8]) {
         self.0.extend((value.len() as u16 + 4).to_ne_bytes());
         self.0.extend(kind.to_ne_bytes());
@@ -43,17 +43,17 @@ impl Message {
         self.0.resize(self.0.len().next_multiple_of(4), 0);
     }
 
-    /// An attribute that is a text.
+    /// Adds a text attribute.
     pub fn text(&mut self, kind: u16, value: &str) {
         self.bytes(kind, &[value.as_bytes(), &[0]].concat());
     }
 
-    /// An attribute that is a number of 32 bits.
+    /// Adds a 32-bit number attribute.
     pub fn number(&mut self, kind: u16, value: u32) {
         self.bytes(kind, &value.to_be_bytes());
     }
 
-    /// An attribute that is made of others.
+    /// Adds an attribute that consists of others.
     pub fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) {
         let start = self.0.len();
         self.bytes(kind | NESTED, &[]);
@@ -62,7 +62,7 @@ impl Message {
         self.0[start..start + 2].copy_from_slice(&length.to_ne_bytes());
     }
 
-    /// An element of a rule's list of expressions.
+    /// Adds an element to a rule's list of expressions.
     pub fn expression(&mut self, name: &str, fill: impl FnOnce(&mut Self)) {
         self.nest(1, |element| {
             element.text(1, name);
@@ -70,7 +70,7 @@ impl Message {
         });
     }
 
-    /// Its bytes.
+    /// Returns its bytes.
     pub fn finish(mut self) -> Vec<u8> {
         let length = self.0.len() as u32;
         self.0[..4].copy_from_slice(&length.to_ne_bytes());
@@ -78,19 +78,19 @@ impl Message {
     }
 }
 
-/// Messages that are carried out together or not at all.
+/// Messages that the kernel carries out together or not at all.
 pub struct Batch {
     bytes: Vec<u8>,
     messages: usize,
 }
 
 impl Batch {
-    /// An empty batch.
+    /// Returns an empty batch.
     pub fn new() -> Self {
         Self { bytes: Message::new(BATCH_BEGIN, libc::NLM_F_REQUEST, SUBSYSTEM).finish(), messages: 0 }
     }
 
-    /// Adds one.
+    /// Adds a message.
     pub fn message(&mut self, kind: u16, flags: i32, fill: impl FnOnce(&mut Message)) {
         let mut message = Message::new(SUBSYSTEM << 8 | kind, flags | libc::NLM_F_REQUEST | libc::NLM_F_ACK, 0);
         fill(&mut message);
@@ -98,7 +98,7 @@ impl Batch {
         self.messages += 1;
     }
 
-    /// Sends them and waits for the answers.
+    /// Sends the messages and waits for the answers.
     pub fn run(mut self) -> io::Result<()> {
         self.bytes.extend(Message::new(BATCH_END, libc::NLM_F_REQUEST, SUBSYSTEM).finish());
         let mut answers = 0;
@@ -109,7 +109,7 @@ impl Batch {
     }
 }
 
-/// Sends messages and reads answers until `last` says so. The first error that the kernel reports is returned.
+/// Sends messages and reads answers until `last` returns true. Returns the first error that the kernel reports.
 pub fn exchange(bytes: &[u8], mut last: impl FnMut(u16, &[u8]) -> bool) -> io::Result<()> {
     let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkNetFilter)?;
     let fd = socket.as_raw_fd();
@@ -138,7 +138,7 @@ pub fn exchange(bytes: &[u8], mut last: impl FnMut(u16, &[u8]) -> bool) -> io::R
     }
 }
 
-/// Type and body of the first netlink message, and what follows it.
+/// Splits off the first netlink message: its type, its body, and the bytes after it.
 fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
     let length = u32::from_ne_bytes(*bytes.first_chunk()?) as usize;
     let kind = u16::from_ne_bytes(*bytes.get(4..)?.first_chunk()?);
@@ -146,12 +146,12 @@ fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
     Some((kind, body, bytes.get(length.next_multiple_of(4)..).unwrap_or_default()))
 }
 
-/// What follows the netfilter header in a message's body.
+/// Returns the part of a message's body after the netfilter header.
 pub fn of(body: &[u8]) -> &[u8] {
     body.get(4..).unwrap_or_default()
 }
 
-/// The attributes in some bytes.
+/// Iterates over the attributes in some bytes.
 fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(u16::from_ne_bytes(*bytes.first_chunk()?));
@@ -162,7 +162,7 @@ fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-/// The value of the first attribute of a kind.
+/// Returns the value of the first attribute of a kind.
 pub fn attribute(bytes: &[u8], wanted: u16) -> Option<&[u8]> {
     attributes(bytes).find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
 }

@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, LabelSelector};
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-/// Which pods leave the cluster with which address.
+/// The pods of an Egress, and the address with which they leave the cluster.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "crd.antrea.io",
@@ -25,11 +25,11 @@ use serde::{Deserialize, Serialize};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct EgressSpec {
-    /// The pods that it is for. Empty selects none.
+    /// The pods to which the Egress applies. Empty selects no pod.
     #[serde(default)]
     pub applied_to: AppliedTo,
 
-    /// The address that they leave with. Without a pool, the node that has it configured is the gateway.
+    /// The address with which they leave. Without a pool, the node that has it configured is the gateway.
     #[serde(default, rename = "egressIP", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub egress_ip: Option<String>,
@@ -39,12 +39,12 @@ pub struct EgressSpec {
     #[schemars(with = "Vec<String>")]
     pub egress_ips: Option<Vec<String>>,
 
-    /// The pool that the address comes from; its nodes may carry it.
+    /// The pool that the address comes from; its nodes may carry the address.
     #[serde(default, rename = "externalIPPool", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub external_ip_pool: Option<String>,
 
-    /// Several pools: one address of each, or those of egressIPs.
+    /// Several pools: one address from each, or the addresses in egressIPs.
     #[serde(default, rename = "externalIPPools", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Vec<String>")]
     pub external_ip_pools: Option<Vec<String>>,
@@ -55,7 +55,7 @@ pub struct EgressSpec {
     pub bandwidth: Option<Bandwidth>,
 }
 
-/// Pods by their labels and their namespace's.
+/// Selects pods by their own labels and their namespace's.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AppliedTo {
@@ -74,12 +74,12 @@ pub struct AppliedTo {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressStatus {
-    /// The address in use: the first one that a node carries; absent while none does.
+    /// The address in use: the first one that a node carries; absent while no node carries one.
     #[serde(default, rename = "egressIP", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub egress_ip: Option<String>,
 
-    /// The node that carries it.
+    /// The node that carries the address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub egress_node: Option<String>,
@@ -112,12 +112,12 @@ pub struct EgressStatus {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct ExternalIPPoolSpec {
-    /// The addresses. A CIDR's first address is never given out, nor is an IPv4 CIDR's last.
+    /// The addresses. The first address of a CIDR is never assigned, nor is the last one of an IPv4 CIDR.
     #[serde(default)]
     #[schemars(length(max = 256))]
     pub ip_ranges: Vec<IPRange>,
 
-    /// The subnet of the addresses, when it is not that of the node's default route.
+    /// The subnet of the addresses, if it differs from that of the node's default route.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "SubnetInfo")]
     pub subnet_info: Option<SubnetInfo>,
@@ -132,7 +132,7 @@ pub struct ExternalIPPoolSpec {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ExternalIPPoolStatus {
-    /// How many addresses there are, and how many are in use.
+    /// The number of addresses, and the number in use.
     #[serde(default)]
     pub usage: PoolUsage,
 

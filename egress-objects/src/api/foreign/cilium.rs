@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::{CustomResource, KubeSchema};
 use serde::{Deserialize, Serialize};
 
-/// Which pods reach which destinations through which gateway.
+/// The pods of a policy, the destinations that they reach, and the gateways.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "cilium.io",
@@ -29,11 +29,11 @@ use serde::{Deserialize, Serialize};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct CiliumEgressGatewayPolicySpec {
-    /// The pods that the policy is for: those that any of these selects.
+    /// The pods to which the policy applies: those that any of these selectors matches.
     #[serde(default)]
     pub selectors: Vec<CiliumSelector>,
 
-    /// The destinations that the policy is for.
+    /// The destinations to which the policy applies.
     #[serde(default, rename = "destinationCIDRs")]
     pub destination_cidrs: Vec<String>,
 
@@ -42,22 +42,22 @@ pub struct CiliumEgressGatewayPolicySpec {
     #[schemars(with = "Vec<String>")]
     pub excluded_cidrs: Option<Vec<String>>,
 
-    /// The gateway; ignored where egressGateways has an entry.
+    /// The gateway; ignored if egressGateways has an entry.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "CiliumEgressGateway")]
     pub egress_gateway: Option<CiliumEgressGateway>,
 
-    /// Several gateways, to which pods are assigned in turn.
+    /// Several gateways; pods are assigned to them in turn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Vec<CiliumEgressGateway>", length(max = 64))]
     pub egress_gateways: Option<Vec<CiliumEgressGateway>>,
 }
 
-/// Selects pods; all parts that are given must match.
+/// Selects pods; all given parts must match.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CiliumSelector {
-    /// Labels of the pod, and Cilium's labels for what surrounds it, such as io.kubernetes.pod.namespace.
+    /// Labels of the pod, and Cilium's labels for its surroundings, such as io.kubernetes.pod.namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::foreign_label_selector")]
     pub pod_selector: Option<LabelSelector>,
@@ -77,17 +77,17 @@ pub struct CiliumSelector {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CiliumEgressGateway {
-    /// The nodes that may be this gateway. The first by name that can be is chosen.
+    /// The nodes that may be this gateway. The first available one by name is chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::foreign_label_selector")]
     pub node_selector: Option<LabelSelector>,
 
-    /// The interface whose first address packets leave with. Without this and egressIP, that of the default route.
+    /// The interface with whose first address packets leave. Without interface and egressIP, that of the default route.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub interface: Option<String>,
 
-    /// The address that packets leave with.
+    /// The address with which packets leave.
     #[serde(default, rename = "egressIP", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub egress_ip: Option<String>,

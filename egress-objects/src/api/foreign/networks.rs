@@ -1,5 +1,5 @@
-//! Objects in which CNIs name the networks of pods. They are read where their kinds exist, and never written. Only the fields that
-//! name networks are known here.
+//! Objects in which CNIs name the networks of pods. They are read where their kinds exist, and
+//! never written. Only the fields that name networks are declared here.
 
 use crate::api::IPRange;
 use kube::CustomResource;
@@ -20,7 +20,7 @@ pub mod calico {
         /// Whether no addresses are assigned from it.
         #[serde(default)]
         pub disabled: bool,
-        /// What its addresses are for: Workload, Tunnel, LoadBalancer; empty: Workload and Tunnel.
+        /// The uses of its addresses: Workload, Tunnel, LoadBalancer; empty: Workload and Tunnel.
         #[serde(default)]
         pub allowed_uses: Vec<String>,
     }
@@ -47,7 +47,7 @@ pub mod cilium {
         pub pod_cidrs: Vec<String>,
     }
 
-    /// A pool that nodes take networks from.
+    /// A pool from which nodes take networks.
     #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
     #[kube(
         group = "cilium.io",
@@ -104,7 +104,7 @@ pub mod kube_ovn {
         /// The virtual network that it is in; empty: the cluster's own.
         #[serde(default)]
         pub vpc: String,
-        /// The physical network that it is in, if it is in one.
+        /// The physical network that it is in, if any.
         #[serde(default)]
         pub vlan: String,
     }

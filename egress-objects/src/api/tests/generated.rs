@@ -1,4 +1,4 @@
-//! Objects that proptest makes.
+//! Objects that proptest generates.
 
 use super::*;
 
@@ -106,7 +106,7 @@ fn any_source() -> impl Strategy<Value = (&'static str, Value)> {
     ]
 }
 
-/// Specifications of policies that are right or almost right.
+/// Generates specs of policies that are valid or almost valid.
 fn any_policy() -> impl Strategy<Value = Value> {
     let right = one_of(&["0.0.0.0/0", "10.0.0.0/8", "::/0", "2001:db8::/33", "192.0.2.1/32"]);
     let wrong = one_of(&["10.0.0.1/8", "010.0.0.0/8", "10.0.0.0/33", "10.0.0.0/08", "::ffff:10.0.0.0/104", "1.2.3.4"]);
@@ -122,7 +122,7 @@ fn any_policy() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Specifications of pools that are right or almost right. IPv6 ranges are in order: CEL compares no IPv6 addresses.
+/// Generates specs of pools that are valid or almost valid. IPv6 ranges are in order, because CEL cannot compare IPv6 addresses.
 fn any_pool() -> impl Strategy<Value = Value> {
     let v4 = || any::<[u8; 2]>().prop_map(|[a, b]| format!("10.0.{a}.{b}"));
     let v6 =
@@ -145,7 +145,7 @@ fn any_pool() -> impl Strategy<Value = Value> {
     })
 }
 
-/// The same rules in CEL and in Rust: what an API server accepts and a controller refuses, nobody carries out.
+/// The rules in CEL and in Rust must agree: an object that an API server accepts and a controller refuses is not carried out.
 mod accepted_objects_are_carried_out {
     use super::*;
     use crate::translate;
@@ -157,7 +157,7 @@ mod accepted_objects_are_carried_out {
     }
 
     proptest! {
-        // So that a test in which too few are accepted fails.
+        // Fails the test if too few objects are accepted.
         #![proptest_config(ProptestConfig { cases: 128, max_global_rejects: 8192, ..ProptestConfig::default() })]
 
         #[test]

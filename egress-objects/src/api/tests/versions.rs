@@ -13,7 +13,7 @@ fn short_forms_are_of_the_version_before() {
     }
 }
 
-/// An API server converts one version to the other by changing `apiVersion` alone: nothing is lost if both have the same fields.
+/// An API server converts one version to the other by changing only `apiVersion`: nothing is lost if both have the same fields.
 #[test]
 fn both_versions_have_the_same_fields() {
     for (file, crd) in crds().into_iter().filter(|(_, crd)| crd.spec.versions.len() > 1) {

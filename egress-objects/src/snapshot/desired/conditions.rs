@@ -1,4 +1,4 @@
-//! Conditions as in Kubernetes: the time of a condition is that of the last change of its status.
+//! Conditions as in Kubernetes: a condition's time is that of the last change of its status.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -13,17 +13,17 @@ use egress_core::{
     plan::{ConditionKind, EgressIpPlan, OwnerReason, PolicyOutcome, Reason},
 };
 
-/// The condition of an egress IP that was taken out of its pool while it was in use; its time is that of the beginning.
+/// The condition of an egress IP that was removed from its pool while it was in use; its time is when that began.
 pub const DRAINING: &str = "Draining";
 
 /// The condition of a policy that is in the datapath of its pods' nodes.
 pub const PROGRAMMED: &str = "Programmed";
-/// The reason of a policy that some nodes do not have yet.
+/// The reason of a policy that some nodes have not programmed yet.
 const PROGRAMMING: &str = "Programming";
-/// How many nodes are named.
+/// How many nodes a message names.
 const SHOWN_NODES: usize = 3;
 
-/// Makes the conditions of one object.
+/// Builds the conditions of one object.
 pub struct ConditionWriter<'a> {
     existing: &'a [Condition],
     generation: Option<i64>,
@@ -32,7 +32,7 @@ pub struct ConditionWriter<'a> {
 }
 
 impl<'a> ConditionWriter<'a> {
-    /// For an object that has these conditions now.
+    /// Creates a writer for an object that has these conditions now.
     pub fn new(existing: Option<&'a Vec<Condition>>, generation: Option<i64>, now: &'a Time) -> Self {
         Self { existing: existing.map_or(&[], Vec::as_slice), generation, now, made: Vec::new() }
     }
@@ -50,8 +50,8 @@ impl<'a> ConditionWriter<'a> {
         });
     }
 
-    /// Those of a policy: the plan's outcome, or that the object could not be understood. With both, the policy is in force without egress
-    /// IPs.
+    /// Adds the conditions of a policy: the plan's outcome, or that the object could not be
+    /// understood. With both, the policy is in force without egress IPs.
     pub fn of_policy(&mut self, outcome: Option<&PolicyOutcome>, problems: &[&Problem]) {
         match outcome.filter(|_| problems.is_empty()) {
             Some(outcome) => {
@@ -83,15 +83,15 @@ impl<'a> ConditionWriter<'a> {
         }
     }
 
-    /// Whether the datapath of all nodes had this generation at some time. Nodes and pods that come later hold their traffic until they
-    /// have it, and so change nothing here: a joining node costs no write for each policy.
+    /// Returns whether the datapath of all nodes had this generation at some time. Nodes and pods that appear later hold
+    /// their traffic until they have it, and so change nothing here: a joining node does not cost a write for each policy.
     fn was_programmed(&self) -> bool {
         let had =
             |c: &&Condition| c.type_ == PROGRAMMED && c.status == "True" && c.observed_generation == self.generation;
         self.existing.iter().any(|condition| had(&condition))
     }
 
-    /// Antrea's own, of an Egress with this many addresses, of which this one is on a node.
+    /// Adds Antrea's own conditions of an Egress with this many addresses, of which `assigned` is on a node.
     pub fn of_egress(&mut self, addresses: usize, assigned: Option<&SlotStatus>) {
         match addresses {
             0 => self.add("IPAllocated", false, "NotAllocated", "it has no address".into()),
@@ -104,7 +104,7 @@ impl<'a> ConditionWriter<'a> {
         }
     }
 
-    /// Those of a pool.
+    /// Adds the conditions of a pool.
     pub fn of_pool(&mut self, usage: &PoolUsage, problems: &[&Problem]) {
         let ready = ConditionKind::Ready.as_str();
         if !problems.is_empty() {
@@ -118,7 +118,7 @@ impl<'a> ConditionWriter<'a> {
         }
     }
 
-    /// Those of an egress IP.
+    /// Adds the conditions of an egress IP.
     pub fn of_egress_ip(&mut self, address: IpAddr, ip: &EgressIpPlan, drain_timeout: Duration) {
         let node = |node: &Option<NodeName>| node.as_ref().map(ToString::to_string).unwrap_or_default();
         let (owner, preferred) = (node(&ip.owner), node(&ip.preferred));
@@ -151,7 +151,7 @@ impl<'a> ConditionWriter<'a> {
         }
     }
 
-    /// Those of a pool with these draining addresses.
+    /// Adds the condition of a pool with these draining addresses.
     pub fn of_draining(&mut self, addresses: &[IpAddr], drain_timeout: Duration) {
         let addresses = addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let message = format!(
@@ -161,13 +161,13 @@ impl<'a> ConditionWriter<'a> {
         self.add(DRAINING, true, Reason::Draining.as_str(), message);
     }
 
-    /// All conditions, in the order in which they were made.
+    /// Returns all conditions, in the order in which they were added.
     pub fn finish(self) -> Vec<Condition> {
         self.made
     }
 }
 
-/// What becomes of an address that drains.
+/// Describes what happens to an address that drains.
 fn until(drain_timeout: Duration) -> String {
     let seconds = drain_timeout.as_secs();
     format!("no new connections; released when the last one ends, after {seconds} s (drainTimeout) at the latest")

@@ -14,8 +14,8 @@ use egress_core::{
     plan::{Plan, Touched},
 };
 
-/// The same as [`super::desired`], for the objects in `objects` and those of egress IPs and nodes that were touched. `specs`
-/// are what all EgressNode objects should have been before; the nodes that exist, and those that hold blocks, are the same.
+/// Returns the same as [`super::desired`], for the objects in `objects` and for the egress IPs and nodes that were touched. `specs`
+/// are the specs that all EgressNode objects should have had before; the nodes that exist, and those that hold blocks, are the same.
 pub fn desired_part(
     objects: &ApiObjects,
     snapshot: &Snapshot,
@@ -44,7 +44,7 @@ pub fn desired_part(
     }
 }
 
-/// What a node keeps.
+/// Returns the part of a node's spec that was not touched.
 fn untouched(spec: &EgressNodeSpec, touched: &Touched) -> EgressNodeSpec {
     let mut spec = spec.clone();
     let egress_ip = |text: &str| text.parse().is_ok_and(|address: IpAddr| touched.egress_ips.contains(&address));

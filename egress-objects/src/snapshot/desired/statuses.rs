@@ -1,4 +1,4 @@
-//! The statuses of policies and pools, whatever kind of object they were written as.
+//! The statuses of policies and pools, whatever the kind of their object.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,20 +14,20 @@ use egress_core::{
     plan::{OwnerReason, Plan, PolicyOutcome},
 };
 
-/// What statuses are made from.
+/// The inputs of statuses.
 pub struct StatusInputs<'a> {
     /// The model.
     pub snapshot: &'a Snapshot,
     /// The plan.
     pub plan: &'a Plan,
-    /// What could not be understood.
+    /// The problems of objects that could not be understood.
     pub problems: &'a [Problem],
     /// The time of conditions that change.
     pub now: &'a Time,
 }
 
 impl StatusInputs<'_> {
-    /// The status of a policy that shows its slots.
+    /// Returns the status of a policy that shows its slots.
     pub fn policy<T>(&self, kind: PolicyKind, object: &T, per_endpoint: bool) -> api::EgressGatewayPolicyStatus
     where
         T: HasStatus<Status = api::EgressGatewayPolicyStatus> + kube::Resource,
@@ -47,7 +47,7 @@ impl StatusInputs<'_> {
         }
     }
 
-    /// The status of an Egress, in Antrea's form.
+    /// Returns the status of an Egress, in Antrea's form.
     pub fn egress(&self, object: &api::Egress) -> api::EgressStatus {
         let outcome = self.outcome(PolicyKind::Antrea, &object.metadata);
         let conditions = object.status.as_ref().map(|status| &status.conditions);
@@ -65,7 +65,7 @@ impl StatusInputs<'_> {
         }
     }
 
-    /// Usage and conditions of a pool that has these conditions now.
+    /// Returns usage and conditions of a pool that has these conditions now.
     pub fn pool(
         &self,
         kind: PoolKind,
@@ -104,11 +104,11 @@ impl StatusInputs<'_> {
 pub struct Usage {
     /// How many of them are in its ranges.
     used: u64,
-    /// Those that were taken out.
+    /// The addresses that were removed from the pool.
     draining: Vec<IpAddr>,
 }
 
-/// Which addresses of each pool are in use.
+/// Returns the addresses of each pool that are in use.
 pub fn usage(plan: &Plan) -> BTreeMap<&PoolId, Usage> {
     let mut usage: BTreeMap<&PoolId, Usage> = BTreeMap::new();
     for (address, ip) in &plan.egress_ips {

@@ -56,7 +56,7 @@ fn a_gateway_that_was_away_carries_the_addresses_of_a_pool_that_cannot_be_unders
     let back = round(&mut objects, &health(), 300);
     assert_eq!([carried_by(&back, "gw0"), carried_by(&back, "gw1")], [10, 10]);
 
-    // If it is the selector that is not understood, nothing is known of other nodes.
+    // If the selector is not understood, nothing is known of other nodes.
     let selector = json!({"matchExpressions": [{"key": "egress", "operator": "Is", "values": ["true"]}]});
     Arc::make_mut(&mut objects.pools[0]).spec.node_selector = serde_json::from_value(selector).unwrap();
     let read = snapshot(&objects).0;

@@ -1,4 +1,4 @@
-//! What a host has besides the tables: interfaces, the shaper, routes.
+//! Tests what a host has besides the tables: interfaces, the shaper, routes.
 
 use super::*;
 

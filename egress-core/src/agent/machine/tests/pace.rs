@@ -1,4 +1,4 @@
-//! How often things are done, and how soon again.
+//! Tests how often actions run, and how soon they run again.
 
 use super::*;
 
@@ -22,7 +22,7 @@ fn periodic_actions_run_when_they_are_due() {
     assert_eq!(when("Heartbeat"), [0, 1250, 2500, 3750, 5000]);
 }
 
-/// The times between the first beginnings of an action, in milliseconds.
+/// Returns the times between the first starts of an action, in milliseconds.
 fn pauses_of(mut shell: Shell, action: &str, count: usize) -> Vec<u128> {
     let mut begins = Vec::new();
     while begins.len() < count {
@@ -39,7 +39,7 @@ fn a_round_that_takes_long_is_not_soon_repeated_without_a_reason() {
     let pauses = |takes: u64| {
         let mut shell = Shell::new(&FactsFixture::new());
         shell.takes = Duration::from_millis(takes);
-        // The first ones have other reasons, and tell how long one is.
+        // The first writes have other reasons, and show how long a round takes.
         pauses_of(shell, "Write", 5).split_off(2)
     };
     assert_eq!(pauses(0), [5_000; 2]);
@@ -93,7 +93,7 @@ fn changes_of_routes_alone_lead_to_a_round_a_second() {
     let mut writes = Vec::new();
     let mut links = (*shell.machine.facts().links).clone();
     while shell.now < ms(4_000) {
-        // By then, nothing else happens.
+        // From then on, nothing else happens.
         links.route_changes += u64::from(shell.now >= ms(1_000));
         if shell.now == ms(2_500) {
             links.host_routes.insert(ip("10.1.0.9"), POD);

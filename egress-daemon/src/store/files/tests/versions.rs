@@ -1,4 +1,4 @@
-//! Objects of the previous version in a directory.
+//! Tests of objects of the previous API version in a directory.
 
 use super::*;
 
@@ -10,7 +10,7 @@ async fn an_object_of_the_version_before_with_a_short_form_gets_its_status() {
     fs::write(dir.path().join("web.yaml"), old).unwrap();
     let store = Files::open(dir.path()).unwrap();
     let read = policy(&store).unwrap();
-    // As a controller makes it.
+    // The object as a controller makes it.
     let mut web = egress_objects::api::EgressGatewayPolicy::new("web", read.spec.clone());
     web.metadata = read.metadata.clone();
     web.status = Some(egress_objects::api::EgressGatewayPolicyStatus { selected_endpoints: 7, ..Default::default() });

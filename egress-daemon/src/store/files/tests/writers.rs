@@ -1,4 +1,4 @@
-//! Several writers, of which one is stopped or was replaced.
+//! Tests with several writers, one of which is stopped or was replaced.
 
 use super::*;
 
