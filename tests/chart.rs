@@ -73,7 +73,7 @@ fn objects(text: &str) -> BTreeMap<String, Value> {
         }
         let part = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
         let name = [part("/kind"), part("/metadata/namespace"), part("/metadata/name")].join(" ");
-        assert!(found.insert(name.clone(), object).is_none(), "{name} is there twice");
+        assert!(found.insert(name.clone(), object).is_none(), "{name} is defined twice");
     }
     found
 }

@@ -77,7 +77,7 @@ mod tests {
             prop_assert!(one == two || (one ^ two) == 0xffff);
         }
         #[test]
-        fn a_difference_is_added_to_a_sum_and_taken_away_again(before: [u32; 4], after: [u32; 4], rest: u16) {
+        fn difference_can_be_added_to_and_subtracted_from_a_sum(before: [u32; 4], after: [u32; 4], rest: u16) {
             let total = |words: &[u32]| fold(sum_words(words) + rest as u32) as u32 % 0xffff;
             let difference = difference(&before, &after);
             prop_assert_eq!(fold(total(&before) + difference) as u32 % 0xffff, total(&after));

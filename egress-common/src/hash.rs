@@ -101,7 +101,7 @@ mod tests {
     };
 
     #[test]
-    fn a_checksum_tells_apart_values_of_other_keys_and_parts_of_two_values() {
+    fn checksum_detects_values_of_other_keys_and_mixed_values() {
         let member = |generation, usable| Member { generation, slot: 3, weight: 1, usable, check: 0 };
         let key = MemberKey { policy: 1, egress: 2 };
         let (one, other) = (member(4, 1).sealed(&key), member(5, 0).sealed(&key));

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_counts_from_the_pod_and_from_outside_where_the_pod_has_come() {
+    fn reset_counts_if_sent_by_the_pod_or_at_its_acknowledged_position() {
         assert!(closed(seen::SYN | seen::RST, 0));
         assert!(closed(seen::SYN, ends(0, flag::RST, true)));
         let early = ends(0, flag::RST | flag::ACK, false);

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_reply_transport_is_the_best_possible_that_is_no_better_than_requested() {
+    fn reply_transport_is_the_best_available_up_to_the_requested_one() {
         let all = bit(DEVICE) | bit(VXLAN) | bit(DIRECT);
         assert_eq!([DEVICE, VXLAN, DIRECT].map(|wanted| clamp(wanted, all)), [DEVICE, VXLAN, DIRECT]);
         assert_eq!(clamp(DIRECT, bit(DEVICE) | bit(VXLAN)), VXLAN);

@@ -93,7 +93,7 @@ impl Filler {
         (object["apiVersion"], object["kind"]) = (kind.api_version.into(), kind.kind.into());
         let object: DynamicObject = serde_json::from_value(object)?;
         let made = self.api::<T>(namespace).create(&PostParams::default(), &object).await;
-        made.map(drop).with_context(|| format!("{} is not made", object.metadata.name.unwrap_or_default()))
+        made.map(drop).with_context(|| format!("cannot create {}", object.metadata.name.unwrap_or_default()))
     }
 
     async fn namespace(&self, name: String) -> Result<()> {

@@ -188,7 +188,7 @@ fn main() -> anyhow::Result<()> {
     times.sort();
     let millis = |time: Option<&Duration>| time.map_or(0.0, |time| time.as_secs_f64() * 1e3);
     println!(
-        "{} ports found: {:.1} ms in the middle, {:.1} ms at most",
+        "{} ports found: median {:.1} ms, maximum {:.1} ms",
         times.len(),
         millis(times.get(times.len() / 2)),
         millis(times.last())

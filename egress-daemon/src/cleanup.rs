@@ -88,13 +88,13 @@ pub async fn run(bpffs: &Path, Options { force, release, keep_logs }: Options) -
     let lock = match files.acquire() {
         Ok(lock) => Some(lock),
         Err(LockError::Held { .. }) if force => None,
-        Err(error @ LockError::Held { .. }) => bail!("{error}; --force removes all of it under the running agent"),
+        Err(error @ LockError::Held { .. }) => bail!("{error}; --force removes everything under the running agent"),
         Err(error) => return Err(error.into()),
     };
     let before = inventory::take(&pins).await?;
     if before.pins.iter().any(|path| path.exists()) && !inventory::on_bpffs(pins.root()) {
         bail!(
-            "{} is not on a BPF file system, so no agent made what is in it; name its pins with --bpffs",
+            "{} is not on a BPF file system, so no agent made its contents; name the agent's pin directory with --bpffs",
             bpffs.display()
         );
     }
@@ -127,7 +127,7 @@ async fn refuse_to_release(pins: &Pins, before: &Inventory) -> Result<()> {
         return Ok(());
     }
     let dump = Dump::read(pins, false).context(
-        "the maps do not tell whether policies select pods on this node. With --release, such pods leave with the node's address from now on",
+        "the maps do not show whether policies select pods on this node. With --release, packets of such pods leave with the node's address from now on",
     )?;
     let netlink = Netlink::open().context("netlink")?;
     let links = inventory::interfaces(&netlink.handle).await?;
@@ -138,7 +138,7 @@ async fn refuse_to_release(pins: &Pins, before: &Inventory) -> Result<()> {
         count => format!(" and {} more", count - 1),
     };
     bail!(
-        "policies select pods on this node: {first}{others}. Without Spillway's programs they leave with the node's address. Move them to \
+        "policies select pods on this node: {first}{others}. Without Spillway's programs, their packets leave with the node's address. Move them to \
          other nodes (`kubectl drain`), or allow it with --release"
     )
 }
@@ -221,7 +221,7 @@ async fn wait_for_programs(before: &Inventory, report: &mut CleanupReport) {
     for program in &before.programs {
         let what = format!("program {} ({})", program.name, program.id);
         if left.contains(&program.id) {
-            report.failed.push(format!("{what}: a process still holds it; it disappears when that process ends"));
+            report.failed.push(format!("{what}: a process still holds it; the kernel frees it when that process ends"));
         } else {
             report.removed.push(what);
         }

@@ -7,7 +7,7 @@ use egress_node::datapath::{
 };
 
 #[test]
-fn cleanup_does_not_mention_what_was_not_there() {
+fn cleanup_does_not_report_missing_objects() {
     let mut report = CleanupReport::default();
     assert_eq!(report.to_string(), "there was nothing to remove\n");
     report.note("pin a", Err(io::ErrorKind::NotFound.into()));
@@ -36,7 +36,7 @@ fn only_directories_of_layout_versions_are_touched() {
 }
 
 #[test]
-fn a_directory_that_is_ours_alone_goes_too() {
+fn cleanup_removes_an_empty_pin_directory() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("spillway");
     fs::create_dir_all(root.join("v1/maps")).unwrap();

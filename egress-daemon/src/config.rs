@@ -250,7 +250,7 @@ pub struct Setting {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("the configuration {file} cannot be read: {source}; name a file that exists with --config")]
+    #[error("cannot read the configuration {file}: {source}; name an existing file with --config")]
     Unreadable {
         /// The file.
         file: String,

@@ -152,7 +152,7 @@ impl AgentLock {
 pub enum LockError {
     /// Another process holds it.
     #[error(
-        "an agent runs with these pins{}: stop it first, or name another directory with --bpffs",
+        "an agent is running with these pins{}: stop it first, or name another directory with --bpffs",
         holder.map(|pid| format!(" (process {pid})")).unwrap_or_default()
     )]
     Held {

@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_missing_cluster_is_an_error_that_says_so() {
+    async fn missing_cluster_is_reported() {
         for (line, part) in [("controller --kubeconfig /k", "/k cannot be used"), ("controller", "--manifests DIR")] {
             let Ok(Cli { command: Command::Controller(args), .. }) = parse(line) else { panic!("{line}") };
             let error = args.source.find().await.err().expect("refused");

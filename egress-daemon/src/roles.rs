@@ -84,8 +84,9 @@ pub async fn agent(
     let exporters = Exporters::start(collectors, &node);
     // A failure of the logs must not stop the agent from carrying out policies.
     let uploads = Uploads::start(collectors, &files.logs(), &node);
-    let uploads =
-        uploads.inspect_err(|error| tracing::error!("flowLog.export: no segment is sent: {error}")).unwrap_or_default();
+    let uploads = uploads
+        .inspect_err(|error| tracing::error!("flowLog.export: segments are not sent: {error}"))
+        .unwrap_or_default();
     let watching = flows::Settings {
         config: config.flow_log.clone(),
         directory: files.flows(),

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_deletion_counts_and_one_that_is_made_again_takes_it_back() {
+    fn only_a_deletion_counts_until_the_daemonset_is_recreated() {
         let daemon = DaemonSet::default;
         let mut going = DaemonSet::default();
         going.metadata.deletion_timestamp = serde_json::from_value("2026-11-25T14:03:00Z".into()).unwrap();

@@ -7,7 +7,7 @@ use egress_daemon::store::{Files, StoreProblem};
 use egress_objects::api::{Distribution, EgressGatewayPolicy, EgressIPPool, EgressPolicy};
 
 #[test]
-fn every_example_is_accepted_and_says_what_it_shows() {
+fn every_example_is_accepted_and_starts_with_a_comment() {
     let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/examples");
     let directory = tempfile::tempdir().unwrap();
     for entry in fs::read_dir(&examples).unwrap() {

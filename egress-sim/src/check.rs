@@ -199,7 +199,7 @@ impl Checks {
         }
         let since = first;
         let names: Vec<&NodeName> = able.iter().map(|(n, _)| &c.machines[*n].name).collect();
-        Err(format!("nobody has answered for {ip} since {since:?}, although {names:?} could"))
+        Err(format!("no machine has answered for {ip} since {since:?}, although {names:?} could"))
     }
 
     fn check_both(&mut self, c: &SimCluster, ip: IpAddr, answering: &[usize]) -> Result<(), String> {
@@ -212,7 +212,9 @@ impl Checks {
                 }
                 if c.now > *since + BOTH {
                     let names = [a, b].map(|n| &c.machines[*n].name);
-                    return Err(format!("{names:?} answer for {ip} since {since:?}, and nothing parts them"));
+                    return Err(format!(
+                        "{names:?} have both answered for {ip} since {since:?}, although they are connected"
+                    ));
                 }
             }
         }
@@ -241,7 +243,7 @@ impl Checks {
                     let said = c.index(carrier).and_then(|n| c.machines[n].said.get(&machine.name)).copied();
                     if said.is_none_or(|said| said < highest) {
                         return Err(format!(
-                            "{} uses blocks of {ip} up to revision {highest} with {carrier}, which has said {said:?}",
+                            "{} uses blocks of {ip} up to revision {highest} with {carrier}, which has confirmed revision {said:?}",
                             machine.name
                         ));
                     }

@@ -36,7 +36,7 @@ fn number(variable: &str) -> Option<u64> {
 }
 
 #[test]
-fn nothing_that_fails_leaves_an_egress_ip_without_exactly_one_gateway_or_a_block_with_two_holders() {
+fn faults_leave_one_gateway_per_egress_ip_and_one_holder_per_block() {
     if let Some(seed) = number("SPILLWAY_SIM_SEED") {
         let outcome = check::run(scenario::cluster(seed, true));
         return outcome.unwrap_or_else(|broken| panic!("seed {seed}: {broken}"));

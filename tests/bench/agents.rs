@@ -78,11 +78,11 @@ impl<'a> Agents<'a> {
         command.arg("--config").arg(self.config());
         command.env("STATE_DIRECTORY", self.scope.dir().join(&name));
         self.running.insert(node, (ns, Process::start(&name, Some(&name), command, self.scope.dir())?));
-        self.give_interfaces(node)
+        self.add_missing_interfaces(node)
     }
 
     /// Creates the missing interfaces of a node's pods. Does nothing if no agent runs on the node.
-    pub fn give_interfaces(&self, node: u32) -> Result<()> {
+    pub fn add_missing_interfaces(&self, node: u32) -> Result<()> {
         let Some((ns, _)) = self.running.get(&node) else { return Ok(()) };
         let field = format!("--field-selector=spec.nodeName={}", node_name(node));
         let path = "jsonpath={range .items[*]}{.status.podIP}{'\\n'}{end}";

@@ -129,11 +129,11 @@ fn death(system: System, binaries: &Path) -> Result<Death> {
     // Gives the replicated connections and the neighbour tables time to be complete.
     std::thread::sleep(SILENT);
     load.wait_progress(PATIENCE)?;
-    let repeated = load.syns_repeated()?;
+    let repeated = load.syns_retransmitted()?;
     load.reset_pauses();
     lab.kill_node(&victim)?;
     std::thread::sleep(WATCH);
-    let (pauses, repeated) = (load.pauses(), load.syns_repeated()? - repeated);
+    let (pauses, repeated) = (load.pauses(), load.syns_retransmitted()? - repeated);
     let [streams, flows] = load.broken(SILENT);
     let (rates, _) = load.finish()?;
     ensure!(rates.iter().all(|rate| rate.opened > 0), "no new connections");
@@ -175,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_has_median_and_worst_and_json_names_each_system() {
+    fn table_shows_median_and_maximum_and_json_names_each_system() {
         let values = [vec![0.3, 0.3, 0.32], vec![3.6, 3.6, 4.0], vec![0.5, 0.5, 0.6]];
         let figures = [Figure::new("longest pause", "s", System::ALL.into_iter().zip(values))];
         assert!(table(&figures).ends_with("| longest pause | s | 0.30 (0.32) | 3.60 (4.00) | 0.50 (0.60) |\n"));

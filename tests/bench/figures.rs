@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_has_every_column_and_null_for_those_without_a_value() {
+    fn json_has_every_column_with_null_for_missing_values() {
         let figure = Figure::single("UDP", "kpps", [(Variant::Plain, 486.4321), (Variant::Logged, 0.012345)]);
         assert_eq!(
             figure.json(&[Variant::Plain, Variant::Stock, Variant::Logged], median),

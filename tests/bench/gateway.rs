@@ -186,7 +186,7 @@ impl Bench {
         let place = BenchLab::open_with(transport, binaries, config, 1, cards)?;
         let gateway = &place.lab.node("gw1").ns;
         // Frames must arrive by NAPI, which a veth has only if it merges packets (GRO) or runs XDP.
-        ["eth0", "ext0"].into_iter().try_for_each(|interface| gateway.take_frames(interface))?;
+        ["eth0", "ext0"].into_iter().try_for_each(|interface| gateway.accept_xdp_frames(interface))?;
         if way == GatewayVariant::Xdp {
             wait_until(
                 "the programs are at the drivers",
@@ -247,7 +247,7 @@ impl Bench {
             return Ok(*thread);
         }
         let thread = threaded(&self.place.lab.node("gw1").ns, interface, CPU)?;
-        let thread = thread.with_context(|| format!("{interface} of the gateway receives by no thread"))?;
+        let thread = thread.with_context(|| format!("no NAPI thread receives for {interface} of the gateway"))?;
         known.insert(interface, thread);
         Ok(thread)
     }
@@ -305,7 +305,7 @@ impl Run {
             let time = cpu_time(self.thread)? - time;
             let (count, sunk) = (received()? - before, self.sink.count()? - sunk);
             // On a busy machine, the sink may not receive all of them.
-            ensure!(sunk > count / LOST, "{sunk} of {count} frames have come through");
+            ensure!(sunk > count / LOST, "only {sunk} of {count} frames arrived");
             Ok(count as f64 / time.as_secs_f64())
         })
     }
@@ -343,7 +343,7 @@ fn threaded(ns: &NetNs, interface: &str, cpu: usize) -> Result<Option<u32>> {
     // sysfs shows the network namespace in which it was mounted; `ip netns exec` mounts it again.
     let script = format!("echo 1 > /sys/class/net/{interface}/threaded");
     let done = Command::new("ip").args(["netns", "exec", ns.name(), "/bin/sh", "-euc", &script]).status()?;
-    ensure!(done.success(), "{interface} of {} does not receive by threads", ns.name());
+    ensure!(done.success(), "cannot enable threaded NAPI for {interface} of {}", ns.name());
     let Some(thread) = (&threads(interface)? - &before).into_iter().next() else { return Ok(None) };
     let mut only = CpuSet::new();
     only.set(cpu)?;

@@ -140,7 +140,7 @@ pub fn measure(binaries: &Path, size: Size) -> Result<Measured> {
         step.at(what);
         filler.ask(&line)?;
         large.wait_running()?;
-        node.map_or(Ok(()), |node| agents.give_interfaces(node))?;
+        node.map_or(Ok(()), |node| agents.add_missing_interfaces(node))?;
         add(what, large.settled()?, own);
         Ok(())
     };
@@ -284,7 +284,7 @@ impl Filler {
 
     fn hear(&mut self, word: &str) -> Result<()> {
         let said = self.output.next().context("the filler has ended")??;
-        ensure!(said == word, "the filler says {said} instead of {word}");
+        ensure!(said == word, "the filler printed {said} instead of {word}");
         Ok(())
     }
 }

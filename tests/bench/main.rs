@@ -108,7 +108,7 @@ fn run(args: &Args) -> Result<()> {
     let others = args.failover || args.is_full();
     setup::ensure(if others { setup::Scope::Failover } else { setup::Scope::Lab })?;
     if let Some(obstacle) = lab::skip::obstacle() {
-        bail!("the benchmark makes network namespaces and loads eBPF programs: {obstacle}");
+        bail!("the benchmark needs network namespaces and eBPF programs: {obstacle}");
     }
     if args.scale {
         return scale::run();

@@ -123,7 +123,7 @@ fn replaced(text: &str, by: &str) -> Result<String> {
         bail!("README.md has lost its marks: write {BEGIN} and {END} where the figures belong");
     };
     if !rest.contains(END) {
-        bail!("the marks in README.md stand in the wrong order");
+        bail!("the marks in README.md are in the wrong order");
     }
     Ok(format!("{before}{BEGIN}\n{by}{END}{after}"))
 }
@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_between_the_marks_is_replaced() {
+    fn only_text_between_the_marks_is_replaced() {
         let page = format!("a\n{BEGIN}\nold\n{END}\nb\n");
         assert_eq!(replaced(&page, "new\n").unwrap(), format!("a\n{BEGIN}\nnew\n{END}\nb\n"));
         assert!(replaced("no marks", "new").is_err());

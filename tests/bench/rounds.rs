@@ -57,7 +57,7 @@ pub fn run(places: &[BenchLab], loads: &[Load], count: usize, windows: &Windows)
                 // The first variant of a round is the last of the next round.
                 let mut order: Vec<&BenchLab> = places.iter().collect();
                 order.rotate_left(round % places.len());
-                for ((metric, variant), values) in in_turns(order, load, family, windows)? {
+                for ((metric, variant), values) in run_alternating(order, load, family, windows)? {
                     let figure = rounds.0.get_mut(&(metric, family)).context("a figure")?;
                     figure.values.entry(variant).or_default().push(mean(&values));
                 }
@@ -71,7 +71,7 @@ pub fn run(places: &[BenchLab], loads: &[Load], count: usize, windows: &Windows)
 
 /// Runs one load of a round in short windows that go through the variants back and forth, so that all variants share
 /// any change in the machine's speed.
-fn in_turns(
+fn run_alternating(
     mut order: Vec<&BenchLab>,
     load: Load,
     family: Family,

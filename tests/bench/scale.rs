@@ -245,11 +245,11 @@ impl Found {
         let _ = writeln!(
             page,
             "\n## A cluster\n\nA real API server with {} nodes, {} pods, {} policies and {} egress IPs, which `egress-daemon/examples/fill.rs` \
-         makes and whose kubelets [KWOK](https://kwok.sigs.k8s.io) plays; every {}th node is a gateway. In front of it are the real \
+         makes and whose kubelets [KWOK](https://kwok.sigs.k8s.io) simulates; every {}th node is a gateway. In front of it are the real \
          controller, which holds at most {:.0} MiB, and {} real agents, each in a network namespace: those of all gateways, and those of \
-         some other nodes, which get what processor time is left. At the end an agent on a gateway holds {:.0} MiB, and another one \
+         some other nodes, which get the remaining processor time. At the end an agent on a gateway holds {:.0} MiB, and another one \
          {:.0} MiB; one takes {:.1} ms of processor time a second when nothing happens. By the API server's metrics: writes of Spillway's objects; changes of EgressNodes that it sends, to the controller and all these \
-         agents together, also in bytes; lists that the watch cache answers, and that reach etcd.\n\n| | writes | sent | bytes | lists | at etcd |\n\
+         agents together, also in bytes; lists answered by the watch cache, and lists that reach etcd.\n\n| | writes | sent | bytes | lists | at etcd |\n\
          | --- | --: | --: | --: | --: | --: |",
             number(LARGE.nodes.into()),
             number(LARGE.pods.into()),
@@ -271,11 +271,11 @@ impl Found {
             let _ = writeln!(page, "| {what} | {} |", figures.join(" | "));
         }
         page += "\nRenewals of leases and Events are not counted; writes that are refused are. A node that joins costs two, its object and its \
-             status. A pod on a node that has none of its application costs one write at once, the node's lease. Its policy reports new \
-             numbers 5 s later, in one write for all pods that came meanwhile. Where many policies have new numbers, the controller then \
+             status. A pod on a node that has none of its application costs one write immediately, the node's lease. Its policy reports new \
+             numbers 5 s later, in one write for all pods that were added meanwhile. Where many policies have new numbers, the controller then \
              waits one second for each of these writes before it makes the next ones: at most one a second on average, however many \
              policies and pods there are. The metric `spillway_policy_endpoints` always has the number of the last plan. Gateways write \
-             nothing for it: their answers to probes tell nodes what they know. A node's object is sent to the controller, to its own \
+             nothing for it: their answers to probes tell nodes which leases they know. A node's object is sent to the controller, to its own \
              agent and to the gateways' agents; a gateway's is sent to every agent.\n";
         page
     }

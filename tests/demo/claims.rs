@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_claim_and_a_missing_claim_both_fail() {
+    fn failed_and_missing_claims_both_fail() {
         let mut claims = Claims::default();
         assert!(!claims.all_hold());
         claims.add(claim(true));

@@ -170,7 +170,7 @@ impl Show {
     }
 
     /// Returns the ends of the logs of all processes that have ended on their own.
-    pub fn obituaries(&mut self) -> Vec<String> {
+    pub fn logs_of_ended_processes(&mut self) -> Vec<String> {
         let nodes: Vec<String> = self.lab.nodes().map(|node| node.name.clone()).collect();
         let mut found = Vec::new();
         let mut look = |process: &mut lab::Process| {

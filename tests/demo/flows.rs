@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn trouble_is_dated_by_the_start_of_the_last_connection_that_had_it() {
+    fn trouble_lasts_until_the_start_of_the_last_affected_connection() {
         let event = Instant::now() + Duration::from_secs(10);
         let at = |milliseconds| event + Duration::from_millis(milliseconds);
         let flows = [

@@ -17,7 +17,7 @@ fn start_server(lab: &Lab, binaries: &Path) -> Result<()> {
     command.args(["connectivity", "serve", "--listen", &format!("[::]:{ECHO_PORT}")]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     // A Ctrl-C at the terminal must not reach the server.
-    command.process_group(0).spawn().context("cannot start the server that tells who calls")?;
+    command.process_group(0).spawn().context("cannot start the server that reports callers' addresses")?;
     Ok(())
 }
 
@@ -50,12 +50,12 @@ fn hints(lab: &Lab, binaries: &Path) -> Vec<String> {
         String::new(),
         "ask the server several times which address it sees (each connection is a new flow):".to_owned(),
         format!("  {} bash -c 'cat </dev/tcp/{target}/{ECHO_PORT}'", enter(pod.ns.name())),
-        format!("what Spillway says on {}:", node.name),
+        format!("the state of Spillway on {}:", node.name),
         egressctl("policies"),
         egressctl("ips"),
         egressctl("flows"),
         egressctl(&format!("explain --pod {} --to {target}:{ECHO_PORT}/tcp", pod.key())),
-        "what the kernel holds, with field names:".to_owned(),
+        "the maps in the kernel, with field names:".to_owned(),
     ];
     lines.extend(flow_maps(&pins).iter().map(|map| format!("  bpftool map dump pinned {map} | head -40")));
     lines.extend([

@@ -72,7 +72,7 @@ fn remove() -> Result<()> {
 fn demo(args: &Args) -> Result<bool> {
     setup::ensure(if args.quick { setup::Scope::Lab } else { setup::Scope::Demo })?;
     if let Some(obstacle) = lab::skip::obstacle() {
-        bail!("the demo makes network namespaces and loads eBPF programs: {obstacle}");
+        bail!("the demo needs network namespaces and eBPF programs: {obstacle}");
     }
     let binaries = build::binaries(false)?;
     let started = Instant::now();
@@ -83,7 +83,7 @@ fn demo(args: &Args) -> Result<bool> {
     let played = play(&mut show, args.quick);
     if let Err(error) = played {
         let mut measured = format!("{error:#}");
-        for obituary in show.obituaries() {
+        for obituary in show.logs_of_ended_processes() {
             measured.push_str(&format!("\n{obituary}"));
         }
         show.claim("the demo runs to its end", false, "no error", measured);

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_or_lossy_capture_proves_nothing() {
+    fn empty_and_lossy_captures_are_not_clean() {
         assert!(!Sightings::default().are_clean());
         assert!(Sightings::of(&BTreeMap::from([(ip(10), 5)]), &[ip(10)], 0).are_clean());
         assert!(!Sightings::of(&BTreeMap::from([(ip(10), 5)]), &[ip(10)], 1).are_clean());

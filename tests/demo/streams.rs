@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_what_both_ends_say() {
+    fn streams_combine_the_reports_of_both_ends() {
         let streams = join(
             &[report(1, 1, 0, 1), report(2, 1, 0, 5), report(3, 1, 0, 0)],
             &[report(2, 11, 1, 2), report(1, 10, 0, 3)],

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_as_wide_as_their_cells_and_numbers_stand_right() {
+    fn columns_fit_their_cells_and_numbers_align_right() {
         let mut table = Table::new(&["egress IP", ">flows", ""]);
         table.row(["192.0.2.10", "7", "██"]);
         table.row(["192.0.2.9", "1234567", ""]);
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn long_cells_are_wrapped_beside_each_other() {
+    fn long_cells_wrap_within_their_column() {
         let mut table = Table::new(&["a", "b"]).limits(&[5, 9]);
         table.row(["one two three", "x"]);
         assert_eq!(table.lines()[2..], ["one    x", "two", "three"]);
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_show_that_something_is_there() {
+    fn nonzero_values_have_visible_bars() {
         assert_eq!(
             (bar(0, 10, 5), bar(1, 1000, 5), bar(10, 10, 5)),
             (String::new(), "█".to_owned(), "█████".to_owned())

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Result;
 use lab::traffic::{
     ConnectRate, LoadServer, Protocol, RunningRate, ServerAnswer, ServerMode, TcpClients, TcpOptions, TcpServer,
-    send_packet, spray, syns_repeated,
+    send_packet, spray, syns_retransmitted,
 };
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, wait_until};
 
@@ -52,7 +52,7 @@ fn a_pod_cannot_use_another_pods_address() {
 
 /// SECURITY.md: one pod floods the node with new flows.
 #[test]
-fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
+fn flood_of_new_flows_uses_up_only_the_pods_own_quota() {
     const SHARE: u64 = 500;
     Lab::builder().workers(1).gateways(1).cni(Cni::Bridge).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
@@ -92,7 +92,7 @@ fn a_pod_that_opens_flows_without_end_uses_up_its_own_share_only() {
 /// flow table several times; the outside opens as many to a third pod. None is refused, and a neighbour keeps its
 /// silent connections and opens new ones.
 #[test]
-fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing() {
+fn churn_of_pods_and_an_inbound_flood_cost_their_neighbour_nothing() {
     /// A pod's quota is three quarters of this.
     const FLOWS: u64 = 4_096;
     const SERVERS: u16 = 25_000;
@@ -128,7 +128,7 @@ fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing()
         for family in Family::BOTH {
             let silent = TcpClients::establish(&neighbor.ns, server.ips.at(family, 80), SILENT, TcpOptions::silent())?;
             let count = |name: &str| counter(lab, "worker1", name);
-            let (dropped, repeated) = (drops(lab, "worker1")?, syns_repeated(&neighbor.ns)?);
+            let (dropped, repeated) = (drops(lab, "worker1")?, syns_retransmitted(&neighbor.ns)?);
             let (reclaimed, untouched) = (count("flows_reclaimed")?, count("flows_untouched")?);
 
             let new = rate(50, u64::MAX).start(&neighbor.ns, server.ips.at(family, PORT))?;
@@ -147,7 +147,7 @@ fn churn_of_some_pods_and_a_flood_towards_another_cost_their_neighbour_nothing()
 
             assert_eq!(drops(lab, "worker1")?, dropped, "{family:?}");
             // A busy machine occasionally loses a packet.
-            let (opened, repeated) = (reports[3].opened, syns_repeated(&neighbor.ns)? - repeated);
+            let (opened, repeated) = (reports[3].opened, syns_retransmitted(&neighbor.ns)? - repeated);
             assert!(repeated * 100 < opened, "{family:?}: the neighbour retransmitted {repeated} of {opened} SYNs");
             // The table was full, and the connections opened by the outside would have filled it, too.
             assert!(count("flows_reclaimed")? > reclaimed + FLOWS, "{family:?}");

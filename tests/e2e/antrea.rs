@@ -48,7 +48,7 @@ fn wait_status(lab: &Lab, kind: &str, name: &str, good: impl Fn(&Value) -> bool)
 }
 
 #[test]
-fn an_egress_gets_an_address_of_its_pool_and_its_status_says_which_and_where() {
+fn egress_gets_a_pool_address_and_its_status_names_address_and_node() {
     Lab::builder().workers(1).run(|lab| {
         lab.manifests().write("pool", &pool("prod-external-ip-pool", "192.0.2.32/28"))?;
         lab.manifests().write("empty-pool", &pool("too-small", "192.0.2.64/31"))?;
@@ -95,7 +95,7 @@ fn an_egress_gets_an_address_of_its_pool_and_its_status_says_which_and_where() {
 }
 
 #[test]
-fn an_address_alone_is_found_on_whatever_node_has_it_and_followed() {
+fn egress_with_only_an_address_follows_the_node_that_has_it() {
     Lab::builder().workers(1).run(|lab| {
         let own = egress(V4, &[50])[0];
         lab.manifests().write("egress", &of_app("egress-web", "web", &format!("  egressIP: {own}")))?;

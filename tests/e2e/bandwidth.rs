@@ -198,7 +198,10 @@ fn a_spread_egress_ip_keeps_its_rate_in_sum() {
         // With this many flows, each carrier gets some.
         measure(|| at_rate("UDP", flood(&pod, &server, 64)?.rate))?;
         let after = dropped()?;
-        assert!(before.iter().zip(&after).all(|(before, after)| after > before), "all limit: {before:?}, {after:?}");
+        assert!(
+            before.iter().zip(&after).all(|(before, after)| after > before),
+            "every carrier limits: {before:?}, {after:?}"
+        );
         measure(|| at_rate("download", eight_streams(std::slice::from_ref(&pod), &server, Direction::Download)?))
     });
 }

@@ -51,7 +51,7 @@ impl Load {
     /// Fails unless each datagram was answered and no SYN was retransmitted since `syns` were counted.
     fn lost_nothing(&self, syns: u64) -> Result<()> {
         self.0.all_answered().context("datagrams were lost")?;
-        ensure!(self.0.syns_repeated()? == syns, "SYNs were retransmitted");
+        ensure!(self.0.syns_retransmitted()? == syns, "SYNs were retransmitted");
         Ok(())
     }
 
@@ -240,10 +240,10 @@ fn a_gateway_that_loses_a_link_or_its_power_is_replaced_at_once_and_comes_back()
 
 /// The gateway's kernel continues without its agent until the deadline. Then others answer, and it forwards packets that still arrive.
 #[test]
-fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_or_without() {
+fn agent_failure_costs_no_packet_with_or_without_a_control_plane() {
     let options = StartOptions::new().config(SHORT);
     under_load(&options, |lab, load, victim| {
-        let syns = load.0.syns_repeated()?;
+        let syns = load.0.syns_retransmitted()?;
         for plane in ["alive", "dead"] {
             let is_dead = plane == "dead";
             if is_dead {
@@ -285,7 +285,7 @@ fn an_agent_that_restarts_freezes_or_dies_costs_no_packet_with_a_control_plane_o
 #[test]
 fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
     under_load(&StartOptions::new(), |lab, load, victim| {
-        let syns = load.0.syns_repeated()?;
+        let syns = load.0.syns_retransmitted()?;
         lab.agent(victim).terminate()?;
         lab.kill_node(victim)?;
         wait_taken(lab, victim)?;
@@ -316,7 +316,7 @@ fn flooded_frames_are_forwarded_once() {
                 asked.wait("answers", PATIENCE, |flows| flows.iter().all(|flow| flow.received > 50))?;
                 asked
                     .all_answered()
-                    .with_context(|| format!("{segment:?}, {family:?}: not one answer to each datagram"))?;
+                    .with_context(|| format!("{segment:?}, {family:?}: a datagram does not have exactly one answer"))?;
             }
         }
         Ok(())

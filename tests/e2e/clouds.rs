@@ -16,7 +16,7 @@ fn assign(lab: &Lab, node: &str) -> Result<()> {
 }
 
 #[test]
-fn without_announcements_a_cloud_learns_from_objects_and_events_who_has_what() {
+fn without_announcements_objects_and_events_name_the_node_of_each_ip() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;

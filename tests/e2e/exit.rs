@@ -98,7 +98,7 @@ fn ebpf_cni_that_routes_before_our_program_lets_nothing_out() {
 
 /// docs/failures.md: ebpf-cni, policy-bypass: packets that such a CNI denies.
 #[test]
-fn ebpf_cni_that_denies_holds() {
+fn ebpf_cni_denials_are_respected() {
     for means in Means::BOTH {
         with_pod_by(means, Cni::PointToPoint, |lab, pod, server| {
             let node = lab.node(&pod.node).ns.clone();

@@ -77,7 +77,7 @@ fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
 
 /// docs/failures.md: reserved-port (the listener's half).
 #[test]
-fn reserved_port_an_egress_ip_that_a_node_has_is_used_there_and_the_node_keeps_its_own_traffic() {
+fn reserved_port_egress_ip_of_a_node_works_beside_the_nodes_own_traffic() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let gateway = lab.node("gw2").clone();
         let own = Family::BOTH.map(|family| egress(family, &[50])[0]);
@@ -167,7 +167,7 @@ fn pass(from: &UdpSocket, target: SocketAddr, to: &UdpSocket, what: &str) -> Res
 
 /// docs/failures.md: reserved-port (a later listener, at a port that a flow uses at that moment).
 #[test]
-fn a_listener_that_comes_later_is_served_and_the_flows_of_its_block_go_on() {
+fn later_listener_is_served_and_flows_of_its_block_continue() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let entry = format!(
             "{WEB}\n  egressGateways: [{{nodeSelector: {{matchLabels: {{{}}}}}, interface: ext0}}]",
@@ -269,7 +269,7 @@ fn with_own_address(lab: &mut Lab) -> Result<(Pod, Pod, Server)> {
 
 /// docs/failures.md: masq-ports.
 #[test]
-fn masq_ports_what_a_gateway_masquerades_from_leased_ports_is_answered() {
+fn masq_ports_connections_masqueraded_to_leased_ports_are_answered() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (_, plain, server) = with_own_address(lab)?;
         for family in Family::BOTH {
@@ -294,7 +294,7 @@ fn masq_ports_what_a_gateway_masquerades_from_leased_ports_is_answered() {
 
 /// docs/failures.md: masq-ports, as an attack: an unselected pod has its packets masqueraded to the 5-tuples of flows.
 #[test]
-fn masq_ports_nobody_takes_a_flows_replies_by_masquerading() {
+fn masq_ports_masquerading_cannot_steal_a_flows_replies() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, plain, server) = with_own_address(lab)?;
         for (family, any) in Family::BOTH.into_iter().zip(["0.0.0.0:0", "[::]:0"]) {

@@ -39,7 +39,7 @@ fn is_sum(line: &str) -> bool {
 }
 
 #[test]
-fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
+fn collectors_of_ipfix_and_json_receive_the_user_of_each_port() {
     lab::require_root!();
     lab::require!(nfdump::obstacle().is_none(), "{}", nfdump::obstacle().unwrap_or_default());
     let export = format!("[\"ipfix://{}\", \"json://{LINES}\"]", Nfcapd::LISTENS);
@@ -89,7 +89,7 @@ fn collectors_of_ipfix_and_of_lines_are_told_who_had_which_port() {
                     && line["egress_ip"] == seen.ip().to_string()
                     && (number("first_port")..=number("last_port")).contains(&u64::from(seen.port()))
             };
-            ensure!(lines.iter().any(|line| holds(&line)), "nobody was granted {seen}: {lines:?}");
+            ensure!(lines.iter().any(|line| holds(&line)), "no node was granted {seen}: {lines:?}");
 
             // nfdump prints the same; this version does not support translated IPv6 addresses.
             let (began, ended) = if family == Family::V4 { ("4", "5") } else { ("1", "2") };

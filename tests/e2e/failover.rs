@@ -33,13 +33,13 @@ fn wait_moved(lab: &Lab, hosts: &[u8], dead: &str) -> Result<()> {
 fn check_trace(trace: &Trace, server: &Server, hosts: &[u8]) {
     assert_no_strangers(trace, server, hosts);
     let resets: Vec<_> = trace.resets().packets().iter().map(lab::Packet::ports).collect();
-    assert!(resets.is_empty(), "somebody answered with a reset: {resets:?}");
+    assert!(resets.is_empty(), "a reset was sent: {resets:?}");
     assert_eq!(trace.wrong_checksums().packets(), []);
 }
 
 /// docs/failures.md: dead-gateway, outside-first, stack-answers.
 #[test]
-fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
+fn all_connections_survive_the_death_of_a_gateway() {
     const HOSTS: [u8; 3] = [10, 11, 12];
     Lab::builder().run(|lab| {
         lab.manifests().write("web", &web(&HOSTS))?;
@@ -115,7 +115,7 @@ fn hundred_of_hundred_connections_survive_the_death_of_a_gateway() {
 /// Packets avoid a gateway that does not answer although it still owns its egress IP: they go to the next carrier. When
 /// all are dead, nothing leaves.
 #[test]
-fn dead_gateway_packets_avoid_one_that_does_not_answer() {
+fn dead_gateway_that_does_not_answer_is_avoided() {
     const HOSTS: [u8; 3] = [10, 11, 12];
     Lab::builder().workers(1).run(|lab| {
         let (pod, server) = web_pod_with(lab, &HOSTS, &StartOptions::new())?;
@@ -262,7 +262,7 @@ fn all_who_answer(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>>
 
 /// docs/failures.md: zombie-owner.
 #[test]
-fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
+fn zombie_owner_frozen_or_killed_agent_does_not_answer_for_lost_egress_ips() {
     const HOSTS: [u8; 2] = [40, 41];
     Lab::builder().workers(1).gateways(3).alone().run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, None))?;
@@ -308,7 +308,7 @@ fn zombie_owner_a_frozen_or_killed_agent_does_not_answer_for_what_it_lost() {
 
 /// docs/failures.md: stack-answers. Only the pods answer with an egress IP.
 #[test]
-fn stack_answers_nobody_answers_unasked_packets_for_an_egress_ip() {
+fn stack_answers_unsolicited_packets_for_an_egress_ip_get_no_reply() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         let (_, server) = web_pod_with(lab, &[10, 11], &StartOptions::new())?;
         let capture = Capture::start(&server.ns, "eth0")?;

@@ -79,7 +79,7 @@ fn is_respected(lab: &Lab, pod: &Pod, tool: Tool) -> Result<()> {
 
 /// docs/failures.md: policy-bypass.
 #[test]
-fn policy_bypass_what_the_forward_chain_drops_does_not_leave() {
+fn policy_bypass_packets_that_the_forward_chain_drops_do_not_leave() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let mut pods = Vec::new();

@@ -7,7 +7,7 @@ use lab::capture::{Ip, TransportLayer};
 use lab::hook::hook_xdp;
 use lab::traffic::forge::{FORWARD, REPLY, TUNNEL_PORT};
 use lab::traffic::{
-    Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, reset_behind_data,
+    Protocol, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer, reset_after_data,
     send_error, send_packet, send_tagged, send_vxlan,
 };
 use lab::{Capture, Cni, Dual, Family, Lab, Pod, PodSpec, Server, wait_for, wait_until};
@@ -96,7 +96,7 @@ fn forged_encap_holds_without_a_program_at_the_pods_interface() {
 
 /// docs/failures.md: forged-source.
 #[test]
-fn forged_source_nobody_sends_with_an_egress_ip_or_another_nodes_pod() {
+fn forged_source_no_pod_sends_as_an_egress_ip_or_as_another_nodes_pod() {
     Lab::builder().workers(2).gateways(1).masquerade(false).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let remote = [
@@ -195,7 +195,7 @@ fn of_flow(lab: &Lab, pod: &Pod, family: Family, port: u16) -> Result<Option<Soc
 
 /// docs/failures.md: forged-error. The firewall denies the flow: no packet of it passes in either direction.
 #[test]
-fn forged_error_is_no_channel_past_the_firewall() {
+fn forged_error_cannot_bypass_the_firewall() {
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod(lab, &[10])?;
@@ -284,7 +284,7 @@ fn inbound_poison_packets_of_another_pod_do_not_count_as_outside() {
 
 /// docs/failures.md: syn-ack. A raw SYN+ACK exempts nothing from the policy, unless its SYN may have come in unseen.
 #[test]
-fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
+fn syn_ack_without_a_syn_exempts_no_connection_from_the_policy() {
     // The segments belong to no connection, so they would keep the pod's address whatever the masquerading rules.
     Lab::builder().workers(1).gateways(1).masquerade(false).run(|lab| {
         let (_, server) = web_pod(lab, &[10])?;
@@ -331,7 +331,7 @@ fn syn_ack_that_answers_nothing_takes_no_connection_out_of_the_policy() {
 /// docs/failures.md: forged-close. The pod decides which of two resets behind data in flight is the server's own. It
 /// answers the challenge with an ACK if it still has the connection, and with a reset if it does not.
 #[test]
-fn forged_close_a_reset_behind_data_in_flight_counts_if_the_pod_has_taken_it() {
+fn forged_close_reset_behind_data_in_flight_counts_if_the_pod_accepted_it() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let _echo = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Echo)?;
@@ -343,7 +343,7 @@ fn forged_close_a_reset_behind_data_in_flight_counts_if_the_pod_has_taken_it() {
             send_packet(&server.ns, Protocol::Reset, server.ips.at(family, 80), seen)?;
             asked.wait_for("the forged reset", PATIENCE, |p| !p.outgoing && p.is_reset())?;
 
-            let own = reset_behind_data(&pod.ns, &server.ns, server.ips.at(family, 81))?;
+            let own = reset_after_data(&pod.ns, &server.ns, server.ips.at(family, 81))?;
             let flow = || of_flow(lab, &pod, family, own.port());
             wait_until("the end of the flow that was reset", PATIENCE, flow, Option::is_none)?;
             known.wait_progress(3, PATIENCE)?;

@@ -100,7 +100,7 @@ fn ct_invalid_rule_drops_none_of_our_packets() {
 
 /// docs/failures.md: ct-invalid. The host answers a packet that is too large; conntrack does not track the quoted packet.
 #[test]
-fn ct_invalid_is_no_answer_to_what_is_too_large_for_the_tunnel() {
+fn ct_invalid_rule_drops_no_answer_to_a_packet_too_large_for_the_tunnel() {
     let device = fixed("device");
     flows_with(Lab::builder().masquerade(false), &device, &drop_invalid(), |lab, pods| {
         let server = lab.server("server1").clone();
@@ -207,7 +207,7 @@ fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
 
 /// docs/failures.md: policy-bypass, masquerade: other software removes the agent's rules and routes.
 #[test]
-fn hostile_flushes_of_rules_let_nothing_out_and_are_mended() {
+fn hostile_flushes_of_rules_are_repaired_and_let_no_wrong_source_out() {
     flows_under(Lab::builder(), "", |lab, pods| {
         let (server, node) = (lab.server("server1").clone(), lab.node("worker1").ns.clone());
         let whole = |lab: &Lab| -> Result<usize> {

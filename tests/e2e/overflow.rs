@@ -80,7 +80,7 @@ fn start_pod(lab: &mut Lab, spec: PodSpec) -> Result<Pod> {
 
 /// docs/failures.md: overflow-open.
 #[test]
-fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes_on() {
+fn overflow_open_policy_that_does_not_fit_is_refused_and_others_continue() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         // The crowd's pods have no address; `startLimit` keeps this from becoming a problem, however long the test takes.
         let options = StartOptions::new().config(&format!("{CALM}metrics: {METRICS}\nstartLimit: 1h\n"));
@@ -122,7 +122,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_by_name_and_all_else_goes
         let other = start_pod(lab, PodSpec::new("other", "worker1").label("app", "late"))?;
         wait_in_force(&other, &server, &[11])?;
         let known = [egress(Family::V4, &[10]), egress(Family::V4, &[11])].concat();
-        let strangers = capture.finish()?.strangers_towards(server.ips.v4.into(), &known);
+        let strangers = capture.finish()?.unexpected_sources_towards(server.ips.v4.into(), &known);
         assert!(strangers.is_empty(), "{strangers:?}");
 
         // The policy is made smaller, as the remedy says.

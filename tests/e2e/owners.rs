@@ -99,7 +99,7 @@ fn two_owners_after_a_partition_heals_become_one_again() {
 /// docs/failures.md: spoofed-claim. A rogue host announces an egress IP as its own, even while the owner cannot renew
 /// its lease. The owner keeps answering for the egress IP and reannounces it.
 #[test]
-fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
+fn spoofed_claim_forged_frame_silences_no_owner() {
     with_owner(|lab, pod, server| {
         let rogue = [0x02, 0xba, 0xd0, 0, 0, 1];
         for away in [false, true] {
@@ -136,7 +136,7 @@ fn spoofed_claim_a_forged_frame_makes_nobody_silent() {
 
 /// docs/failures.md: restart-race. An agent that was away while its egress IPs moved does not claim them when it is back.
 #[test]
-fn restart_race_an_agent_that_comes_back_does_not_take_what_it_lost() {
+fn restart_race_returning_agent_does_not_claim_lost_egress_ips() {
     with_owner(|lab, pod, server| {
         let old = owners(lab)?[0].clone();
         let lost: Vec<IpAddr> = ips().into_iter().filter(|ip| owner(lab, *ip).as_deref() == Some(&*old)).collect();

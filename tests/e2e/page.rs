@@ -18,7 +18,7 @@ const CLICK: &str = "document.querySelector('path.link:not(.plain)').dispatchEve
 const DETAIL: &str = "return document.getElementById('detail').textContent";
 
 #[test]
-fn the_page_shows_what_flows_and_a_click_explains_it() {
+fn page_shows_current_flows_and_a_click_explains_one() {
     lab::require_root!();
     let picture = std::env::var_os("SPILLWAY_PAGE");
     lab::require!(picture.is_some(), "it needs a browser: cargo xtask test --page");

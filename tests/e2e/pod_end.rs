@@ -13,7 +13,7 @@ fn wait_known(lab: &Lab, pod: &Pod, count: usize) -> Result<()> {
 
 /// docs/failures.md: gone-pod. The pod's object is deleted, as by `kubectl delete --force`, but the pod keeps running.
 #[test]
-fn gone_pod_one_that_outlives_its_object_keeps_its_policy_until_its_interface_goes() {
+fn gone_pod_keeps_its_policy_until_its_interface_is_gone() {
     lab::require_root!();
     lab::require!(has_bpftool(), "bpftool is missing: apt-get install bpftool");
     for cni in Cni::BOTH {
@@ -28,7 +28,7 @@ fn gone_pod_one_that_outlives_its_object_keeps_its_policy_until_its_interface_go
                 wait_in_force(&pod, &server, &[10])?;
                 let trace = capture.finish()?;
                 for family in Family::BOTH {
-                    let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, &[10]));
+                    let strangers = trace.unexpected_sources_towards(server.ips.ip(family), &egress(family, &[10]));
                     assert!(strangers.is_empty(), "{cni:?}, {name}: {strangers:?}");
                 }
                 anyhow::Ok(())

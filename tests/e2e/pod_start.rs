@@ -69,7 +69,7 @@ fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
         let trace = capture.finish()?;
         for family in Family::BOTH {
             let allowed = egress(family, &[10, 11]);
-            let strangers = trace.strangers_towards(server.ips.ip(family), &allowed);
+            let strangers = trace.unexpected_sources_towards(server.ips.ip(family), &allowed);
             assert!(strangers.is_empty(), "{strangers:?}");
             assert!(trace.sources_towards(server.ips.ip(family)).values().sum::<usize>() > 16);
         }
@@ -167,7 +167,7 @@ fn wait_told(lab: &mut Lab, pod: &str, reason: &str) -> Result<()> {
 
 /// docs/failures.md: hold-forever. A pod never gets a network, for example because its Secret is missing.
 #[test]
-fn hold_forever_a_pod_that_does_not_start_lets_unknown_sources_be_held_for_a_while_only() {
+fn hold_forever_pod_that_never_starts_holds_unknown_sources_only_briefly() {
     lab::require_root!();
     lab::require!(has_bpftool(), "bpftool is missing: apt-get install bpftool");
     for cni in Cni::BOTH {

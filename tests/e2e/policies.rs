@@ -125,7 +125,7 @@ fn a_pod_under_several_policies_uses_each_for_its_own_destinations() {
 
 /// docs/failures.md: update-gap. A busy pod soon opens every connection with the ports of an earlier, closed one.
 #[test]
-fn connections_with_the_ports_of_closed_ones_are_spread_over_what_was_added_since() {
+fn connections_with_reused_ports_spread_over_added_egress_ips() {
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("web", &web(&[10]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
@@ -157,7 +157,7 @@ fn connections_with_the_ports_of_closed_ones_are_spread_over_what_was_added_sinc
 }
 
 #[test]
-fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_no_connection() {
+fn update_gap_updates_under_load_leak_no_source_and_break_no_connection() {
     const ROUNDS: u32 = 40;
     Lab::builder().workers(1).alone().run(|lab| {
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
@@ -242,7 +242,7 @@ fn update_gap_two_hundred_updates_under_load_let_no_wrong_source_out_and_break_n
             let trace = capture.finish()?;
             for family in Family::BOTH {
                 let allowed: Vec<IpAddr> = egress(family, &[10, 11, 12, 13, 14, 15, 16]);
-                let strangers = trace.strangers_towards(server.ips.ip(family), &allowed);
+                let strangers = trace.unexpected_sources_towards(server.ips.ip(family), &allowed);
                 assert!(strangers.is_empty(), "{} {strangers:?}", server.name);
             }
             assert_eq!(trace.wrong_checksums().packets(), []);

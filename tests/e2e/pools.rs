@@ -74,12 +74,12 @@ fn addresses_of_several_pools_lie_on_different_nodes_over_all_policies() {
 }
 
 #[test]
-fn at_the_limit_of_a_node_an_address_waits_nothing_moves_and_it_is_served_when_room_appears() {
+fn address_waits_at_the_pools_node_limit_until_there_is_room() {
     at_the_limit("\n  maxEgressIPsPerNode: 2", &calm());
 }
 
 #[test]
-fn at_the_limit_of_the_configuration_an_address_waits_nothing_moves_and_it_is_served_when_room_appears() {
+fn address_waits_at_the_configured_node_limit_until_there_is_room() {
     at_the_limit("", &StartOptions::new().config(&format!("{CALM}maxEgressIPsPerNode: 2\n")));
 }
 

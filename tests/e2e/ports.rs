@@ -6,7 +6,9 @@ use std::ops::Range;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use lab::traffic::{ConnectRate, LoadServer, Protocol, RunningRate, ServerAnswer, spray, syns_repeated, with_nice};
+use lab::traffic::{
+    ConnectRate, LoadServer, Protocol, RunningRate, ServerAnswer, spray, syns_retransmitted, with_nice,
+};
 use lab::{Capture, Family, Lab, Pod, PodSpec, Server, StartOptions, Trace, wait_for, wait_until};
 use serde_json::Value;
 
@@ -84,7 +86,7 @@ fn with_two_pods(options: &StartOptions, test: impl FnOnce(&mut Lab, [Pod; 2], S
 /// docs/failures.md: port-search. Two pods use the same source ports. Together they use four fifths of the first lease
 /// towards one destination; no packet is lost and no port is used twice.
 #[test]
-fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
+fn port_search_finds_every_free_port_and_uses_none_twice() {
     with_two_pods(&calm(), |lab, pods, server| {
         for family in Family::BOTH {
             let target = server.ips.at(family, TARGET);
@@ -96,7 +98,7 @@ fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
             let (sources, packets) = translated(&trace, target);
             assert_eq!((sources.len(), packets), (24_000, 24_000));
             assert!(sources.iter().all(|source| egress(family, &[10])[0] == source.ip() && source.port() >= 1024));
-            assert!(trace.strangers_towards(target.ip(), &egress(family, &[10])).is_empty());
+            assert!(trace.unexpected_sources_towards(target.ip(), &egress(family, &[10])).is_empty());
         }
         assert_eq!(counter(lab, "worker1", "drop_no_port")?, 0);
         Ok(())
@@ -106,7 +108,7 @@ fn port_search_ports_are_found_while_there_are_any_and_none_is_used_twice() {
 /// docs/failures.md: fail-open, port-leak. All ports of the egress IP are in use. A flow that finds none is dropped and
 /// counted, and does not leave with another address. Once flows have expired, their ports can be used again.
 #[test]
-fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
+fn flow_without_a_port_is_dropped_and_counted_and_ports_come_back() {
     lab::require_root!();
     lab::require!(has_bpftool(), "bpftool is missing: apt-get install bpftool");
     let options = calm();
@@ -122,7 +124,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
         }
         wait_counter(lab, "worker1", "drop_no_port", before)?;
         let trace = capture.finish()?;
-        let strangers = trace.strangers_towards(target.ip(), &egress(Family::V4, &[10]));
+        let strangers = trace.unexpected_sources_towards(target.ip(), &egress(Family::V4, &[10]));
         assert!(strangers.is_empty(), "{:?}", strangers.keys());
         let (sources, packets) = translated(&trace, target);
         assert_eq!(sources.len(), packets, "a port was used twice");
@@ -142,7 +144,7 @@ fn what_finds_no_port_is_dropped_and_counted_and_ports_come_back() {
             Ok(capture.wait_for("the flow", std::time::Duration::from_millis(200), again).is_ok())
         })?;
         let trace = capture.finish()?;
-        assert!(trace.strangers_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
+        assert!(trace.unexpected_sources_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
         Ok(())
     });
 }
@@ -161,7 +163,7 @@ fn port_leak_closed_connections_give_their_ports_back() {
                 send_all(pod, Protocol::Syn, first..first + 29_000, target, &capture)?;
                 let trace = capture.finish()?;
                 assert_eq!(translated(&trace, target).1, 29_000);
-                assert!(trace.strangers_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
+                assert!(trace.unexpected_sources_towards(target.ip(), &egress(Family::V4, &[10])).is_empty());
             }
         }
         assert_eq!(counter(lab, "worker1", "drop_no_port")?, before);
@@ -193,7 +195,7 @@ fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
             let trace = capture.finish()?;
             let (sources, packets) = translated(&trace, target);
             assert_eq!((sources.len(), packets), (16_000, 16_000));
-            assert!(trace.strangers_towards(target.ip(), &egress(family, &[10])).is_empty());
+            assert!(trace.unexpected_sources_towards(target.ip(), &egress(family, &[10])).is_empty());
         }
         Ok(())
     });
@@ -202,7 +204,7 @@ fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
 /// docs/failures.md: slow-count. An agent extends the deadline until which its node answers, even if a count takes
 /// longer than that.
 #[test]
-fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
+fn slow_count_of_a_large_flow_table_lets_no_deadline_pass() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         // The deadline is the default one.
         let config = "maxFlows: 600000\nprobe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\n";
@@ -221,7 +223,7 @@ fn slow_count_a_large_flow_table_does_not_keep_the_agent_from_its_deadline() {
         // These calls take long enough for a count.
         for _ in 0..100 {
             lab.egressctl("gw1", &["stats"])?;
-            ensure!(left()?.is_some(), "the deadline has passed: nobody answers for the egress IP");
+            ensure!(left()?.is_some(), "the deadline has passed: no gateway answers for the egress IP");
         }
         Ok(())
     });
@@ -307,7 +309,7 @@ fn port_ramp_a_node_is_leased_ports_before_it_needs_them_and_gives_them_back() {
             let what = format!("{} has its share", pod.node);
             wait_until(&what, PATIENCE, || leased(lab, &pod.node), |held| within(held, 2 * SHARE))?;
         }
-        let repeated = |pods: &[Pod]| pods.iter().map(|pod| syns_repeated(&pod.ns)).sum::<Result<u64>>();
+        let repeated = |pods: &[Pod]| pods.iter().map(|pod| syns_retransmitted(&pod.ns)).sum::<Result<u64>>();
         let before = (seen(lab)?, repeated(&pods[..1])?, repeated(neighbors)?);
 
         let steady = ConnectRate { per_second: 10, timeout: PATIENCE, ..ConnectRate::default() };

@@ -62,7 +62,7 @@ fn tcp_udp_and_echo(cni: Cni, offload: bool) {
             for family in Family::BOTH {
                 let allowed = egress(family, &HOSTS);
                 let target = server.ips.ip(family);
-                assert!(at_server.strangers_towards(target, &allowed).is_empty());
+                assert!(at_server.unexpected_sources_towards(target, &allowed).is_empty());
                 let echo = |packet: &lab::Packet| {
                     let transport = packet.ip().map(|ip| &ip.transport);
                     matches!(transport, Some(TransportLayer::Echo { request: true, .. }))
@@ -201,7 +201,7 @@ fn fragments_both_ways(options: &StartOptions) {
             let trace = capture.finish()?;
             for family in Family::BOTH {
                 let (target, allowed) = (server.ips.ip(family), egress(family, &HOSTS));
-                let strangers = trace.strangers_towards(target, &allowed);
+                let strangers = trace.unexpected_sources_towards(target, &allowed);
                 assert!(strangers.is_empty(), "{strangers:?}");
                 let fragments = trace.count(|packet| {
                     packet.ip().is_some_and(|ip| ip.fragment.is_some() && allowed.contains(&ip.source))
@@ -215,7 +215,7 @@ fn fragments_both_ways(options: &StartOptions) {
 
 /// docs/failures.md: mtu, without TCP: packets that must not be fragmented are answered with an error.
 #[test]
-fn mtu_too_large_packets_that_must_stay_whole_are_answered_with_the_right_size() {
+fn mtu_too_large_unfragmentable_packets_are_answered_with_the_right_size() {
     for cni in Cni::BOTH {
         with_pod_and(Lab::builder().cni(cni), &fixed("device"), |lab, pod| {
             let server = lab.server("server1");

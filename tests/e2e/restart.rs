@@ -173,7 +173,7 @@ fn maps_of_another_layout_are_refused_with_a_remedy() {
         let remedy = format!("`egress-daemon cleanup --release --bpffs {bpffs}`");
         assert!(log.contains("v999") && log.contains(&remedy), "{log}");
         let refused = lab.daemon_text("worker1", &["cleanup"]).unwrap_err();
-        assert!(format!("{refused:#}").contains("the maps do not tell whether policies select pods"), "{refused:#}");
+        assert!(format!("{refused:#}").contains("the maps do not show whether policies select pods"), "{refused:#}");
         // The remedy works as printed: `daemon_text` adds --bpffs.
         lab.daemon_text("worker1", &["cleanup", "--release"])?;
         assert!(!other.exists());

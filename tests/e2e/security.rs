@@ -86,7 +86,7 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
             capture.wait_for("the rightful packet", PATIENCE, arrived)?;
             let trace = capture.finish()?;
             assert_eq!(trace.count(arrived), 1);
-            assert!(trace.strangers_towards(target.ip(), &[ip]).is_empty());
+            assert!(trace.unexpected_sources_towards(target.ip(), &[ip]).is_empty());
         }
         Ok(())
     });
@@ -130,7 +130,7 @@ fn a_source_node_delivers_only_what_a_node_sent() {
 
 /// The policy covers packets whatever their source port, even those below 1024: only the egress IP leaves as a source.
 #[test]
-fn every_packet_counts_for_the_policy_whatever_its_ports() {
+fn policy_covers_packets_from_every_source_port() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let capture = Capture::start(&server.ns, "eth0")?;
@@ -146,7 +146,7 @@ fn every_packet_counts_for_the_policy_whatever_its_ports() {
         let trace = capture.finish()?;
         let mut seen: BTreeMap<IpAddr, usize> = BTreeMap::new();
         for family in Family::BOTH {
-            assert!(trace.strangers_towards(server.ips.ip(family), &egress(family, &[10])).is_empty());
+            assert!(trace.unexpected_sources_towards(server.ips.ip(family), &egress(family, &[10])).is_empty());
             seen.extend(trace.sources_towards(server.ips.ip(family)));
         }
         assert_eq!(seen.len(), 2);
@@ -217,7 +217,7 @@ fn claims_of_a_compromised_node_take_nothing_from_others() {
         }
         let trace = capture.finish()?;
         for family in Family::BOTH {
-            assert!(trace.strangers_towards(server.ips.ip(family), &egress(family, &[10])).is_empty());
+            assert!(trace.unexpected_sources_towards(server.ips.ip(family), &egress(family, &[10])).is_empty());
             assert_eq!(owner(lab, egress(family, &[10])[0]).as_deref(), Some("gw1"));
         }
         Ok(())

@@ -114,7 +114,7 @@ fn service_bypass_no_packet_for_an_endpoint_outside_leaves_past_the_policy() {
 /// docs/failures.md: service-bypass. A policy that lets its pods leave with the node's address also lets them do so
 /// through a Service.
 #[test]
-fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
+fn service_bypass_drops_nothing_if_the_policy_allows_the_nodes_address() {
     Lab::builder().workers(1).gateways(1).run(|lab| {
         let (pod, server) = web_pod_with(lab, &[10], &settings("respect"))?;
         translate(&lab.node("worker1").ns, 10, [server.ips.v4.into(), server.ips.v6.into()])?;
@@ -136,7 +136,7 @@ fn service_bypass_is_none_where_the_policy_allows_the_nodes_address() {
 /// docs/failures.md: service-bypass. The API server of a managed cluster is also behind a Service, and is not a node.
 /// It sees the node's address, or the pod's where the network routes pod addresses.
 #[test]
-fn service_bypass_is_none_of_connections_to_the_api_server() {
+fn service_bypass_drops_no_connection_to_the_api_server() {
     for masquerade in [true, false] {
         Lab::builder().workers(1).gateways(1).masquerade(masquerade).run(|lab| {
             let api_server = service(Family::V4, 10).to_string();
@@ -165,7 +165,7 @@ fn service_bypass_is_none_of_connections_to_the_api_server() {
 /// docs/failures.md: service-bypass, reply-inbound. The node masquerades connections that the outside opens at the
 /// node's own address. The pod's answers go to the node and leave for the outside with another destination.
 #[test]
-fn service_bypass_is_none_of_the_answers_of_a_node_port() {
+fn service_bypass_drops_no_answer_of_a_node_port() {
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(1).cni(cni).run(|lab| {
             let (pod, server) = web_pod_with(lab, &[10], &settings("respect"))?;

@@ -67,7 +67,7 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
         let trace = capture.finish()?;
         for family in Family::BOTH {
             let all = egress(family, &[10, 11, 12, 13]);
-            assert!(trace.strangers_towards(server.ips.ip(family), &all).is_empty());
+            assert!(trace.unexpected_sources_towards(server.ips.ip(family), &all).is_empty());
         }
         // Adding the egress IP again moves no flow either.
         let before = udp.flows();
@@ -83,7 +83,7 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
 
 /// docs/failures.md: dead-in-set.
 #[test]
-fn dead_in_set_a_gateway_that_no_longer_matches_is_skipped_and_the_last_one_leaves_nothing() {
+fn dead_in_set_unmatched_gateways_are_skipped_and_without_any_nothing_leaves() {
     Lab::builder().workers(1).run(|lab| {
         for (number, name) in ["gw1", "gw2", "gw3"].into_iter().enumerate() {
             lab.relabel_node(name, &[("place", &format!("p{number}"))])?;

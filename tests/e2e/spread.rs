@@ -41,7 +41,7 @@ fn three_thousand_flows_spread_evenly_over_three_gateways() {
             assert!(stats::is_even(&counts), "{family:?} {counts:?}");
 
             let trace = capture.finish()?;
-            assert!(trace.strangers_towards(target.ip(), &egress(family, &[10, 11, 12])).is_empty());
+            assert!(trace.unexpected_sources_towards(target.ip(), &egress(family, &[10, 11, 12])).is_empty());
             // Each egress IP comes from one gateway, and each gateway has one egress IP.
             let mut macs: BTreeMap<IpAddr, BTreeSet<[u8; 6]>> = BTreeMap::new();
             for packet in trace.packets().iter().filter(|packet| !packet.outgoing) {
@@ -151,7 +151,7 @@ pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
 
 /// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it if one fails.
 #[test]
-fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_flows() {
+fn egress_ip_uses_all_carriers_and_a_dead_one_moves_only_its_own_flows() {
     Lab::builder().workers(1).gateways(4).alone().run(|lab| {
         lab.manifests().write("pool", &format!("{}  outbound: Spread\n", pool("public", 40, 40, None)))?;
         let spread = policy("web", &format!("{WEB}\n  egressIPPools: [{{name: public}}]"));
@@ -166,7 +166,7 @@ fn one_egress_ip_leaves_by_all_its_carriers_and_a_gateway_less_moves_only_its_fl
             let clients = TcpClients::establish(&pod.ns, target, 2000, options)?;
             clients.wait("all echoes", PATIENCE, |all| all.iter().all(|one| one.received == 1))?;
             let ways = ways(&capture.finish()?, target);
-            assert!(ways.len() >= 2000 && ways.values().all(|one| one.len() == 1), "{family:?}: a flow took two ways");
+            assert!(ways.len() >= 2000 && ways.values().all(|one| one.len() == 1), "{family:?}: a flow took two paths");
             let by = |mac: &[u8; 6]| ways.values().filter(|way| way.contains(mac)).count() as u64;
             let counts: Vec<u64> = all.iter().map(by).collect();
             assert!(counts.len() == 4 && stats::is_even(&counts), "{family:?}: {counts:?}");

@@ -186,7 +186,7 @@ pub fn wait_sources(from: &NetNs, server: &Server, family: Family, expected: &[I
 #[track_caller]
 pub fn assert_no_strangers(trace: &Trace, server: &Server, hosts: &[u8]) {
     for family in Family::BOTH {
-        let strangers = trace.strangers_towards(server.ips.ip(family), &egress(family, hosts));
+        let strangers = trace.unexpected_sources_towards(server.ips.ip(family), &egress(family, hosts));
         assert!(strangers.is_empty(), "{strangers:?}");
     }
 }

@@ -34,7 +34,7 @@ fn stream(pod: &Pod, server: &Server) -> Result<(UdpServer, Vec<UdpClients>)> {
 }
 
 #[test]
-fn trace_tells_every_decision_and_neither_it_nor_its_sudden_end_loses_a_packet() {
+fn trace_reports_every_decision_and_loses_no_packet_even_when_killed() {
     Lab::builder().workers(1).alone().run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let usual = attached(lab)?;

@@ -252,7 +252,7 @@ fn auto_falls_back_when_foreign_addresses_are_dropped_and_goes_back_later() {
             guard(lab)?;
             wait_transport(lab, "vxlan")?;
             let shown = lab.egressctl_text("worker1", &["gateways"])?;
-            assert!(shown.contains("gw1, gw2: not direct: probes by it are not answered"), "{shown}");
+            assert!(shown.contains("gw1, gw2: not direct: probes over it are not answered"), "{shown}");
             Ok(())
         })?;
         survive(lab, &pod, &server, |lab| {

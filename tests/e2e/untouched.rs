@@ -75,7 +75,7 @@ fn pod_net_pods_that_no_node_names_and_services_are_left_alone_without_any_confi
 /// docs/failures.md: ipvs. kube-proxy gives each node the addresses of all Services, on a dummy device, and forwards
 /// packets for them. Nothing else names these addresses.
 #[test]
-fn ipvs_services_work_as_before_and_their_addresses_are_told_to_nobody() {
+fn ipvs_services_work_as_before_and_their_addresses_are_not_reported() {
     lab::require_root!();
     let has_ipvs = Command::new("ipvsadm").arg("-L").output().is_ok_and(|output| output.status.success());
     lab::require!(has_ipvs, "no IPVS here: it runs in guests with other kernels");
@@ -204,7 +204,7 @@ fn everything_policy_leaves_the_clusters_own_traffic_alone() {
 
 /// docs/failures.md: reply-inbound.
 #[test]
-fn reply_inbound_replies_of_what_the_outside_opened_are_left_alone() {
+fn reply_inbound_replies_to_connections_from_outside_are_left_alone() {
     for cni in Cni::BOTH {
         Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {
             let (pod, server) = web_pod(lab, &[10, 11])?;

@@ -50,7 +50,7 @@ fn all_protocols_arrive_through_the_driver_programs() {
 #[test]
 fn gateways_whose_interfaces_are_vlan_devices_of_one_card_use_its_driver() {
     lab::require_root!();
-    let obstacle = lab::skip::no_vlan_devices_by_xdp().expect("a namespace");
+    let obstacle = lab::skip::vlan_xdp_obstacle().expect("a namespace");
     lab::require!(obstacle.is_none(), "{}", obstacle.unwrap_or_default());
     ["direct", "vxlan"].into_iter().for_each(|transport| all_protocols_arrive(builder().vlan_devices(), transport));
 }

@@ -74,7 +74,7 @@ impl<T> Background<T> {
     }
 
     fn join(&mut self) -> Result<T> {
-        let thread = self.thread.take().context("it has been joined")?;
+        let thread = self.thread.take().context("the thread has already been joined")?;
         let name = thread.thread().name().unwrap_or_default().to_owned();
         thread.join().map_err(|_| anyhow!("the thread {name} panicked"))?
     }

@@ -36,7 +36,7 @@ impl Frr {
     pub fn start(lab: &mut Lab, ns: &NetNs, config: &str) -> Result<Frr> {
         let dir = lab.dir().join(format!("frr-{}", ns.name()));
         fs::create_dir_all(&dir)?;
-        let user = User::from_name("frr")?.context("FRR's package has made no user frr")?;
+        let user = User::from_name("frr")?.context("the user frr does not exist: install the package frr")?;
         chown(&dir, Some(user.uid.as_raw()), Some(user.gid.as_raw()))?;
         let frr = Frr { ns: ns.clone(), dir };
         let empty = frr.dir.join("empty.conf");

@@ -109,7 +109,7 @@ impl Program {
         attr.u32(0, link.as_raw_fd().cast_unsigned());
         attr.u32(4, size_of_val(&info) as u32);
         attr.u64(8, info.as_mut_ptr() as u64);
-        attr.call(INFO_BY_FD).context("cannot ask for a link's program")?;
+        attr.call(INFO_BY_FD).context("cannot query the program of a link")?;
         let mut attr = Attr::default();
         attr.u32(0, info[2]);
         Ok(Program(attr.call_fd(PROG_FD_BY_ID).context("cannot open a link's program")?))
@@ -127,7 +127,7 @@ impl Program {
                 let with = front.nanoseconds(repeat)?;
                 whole.push(with - without);
                 if let Some(header) = &header {
-                    bare.push(with - header.nanoseconds(repeat).context("beside it")?);
+                    bare.push(with - header.nanoseconds(repeat).context("the comparison program")?);
                 }
             }
             let median = |costs| crate::stats::Percentiles::of(costs).p50;
@@ -199,14 +199,14 @@ fn about(map: &OwnedFd, what: &str) -> Result<u64> {
     let path = format!("/proc/self/fdinfo/{}", map.as_raw_fd());
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
     let value = text.lines().find_map(|line| line.strip_prefix(what)?.strip_prefix(':')?.trim().parse().ok());
-    value.with_context(|| format!("no {what} of a map in: {text}"))
+    value.with_context(|| format!("no {what} in the fdinfo of a map: {text}"))
 }
 
 fn pinned(pin: &Path) -> Result<OwnedFd> {
     let path = CString::new(pin.as_os_str().as_bytes())?;
     let mut attr = Attr::default();
     attr.u64(0, path.as_ptr() as u64);
-    attr.call_fd(OBJ_GET).with_context(|| format!("nothing is pinned at {}", pin.display()))
+    attr.call_fd(OBJ_GET).with_context(|| format!("cannot open the pin {}", pin.display()))
 }
 
 /// The front program for one packet and one measured program.
@@ -285,8 +285,8 @@ fn beside(shot: &Shot, header: Option<Header>) -> Result<OwnedFd> {
 }
 
 fn front(shot: &Shot, targets: &OwnedFd) -> Result<Vec<u64>> {
-    let length = i16::try_from(shot.frame.len()).context("a frame that is too long to be restored")?;
-    ensure!(length >= ETHERNET as i16, "a frame without an Ethernet header");
+    let length = i16::try_from(shot.frame.len()).context("the frame is too long to restore")?;
+    ensure!(length >= ETHERNET as i16, "the frame has no Ethernet header");
     let mut restore = vec![copy(CONTEXT, 1), load_word(DATA, 1, SKB_DATA), load_word(3, 1, SKB_DATA_END)];
     let bytes: Vec<u64> =
         store(DATA, 0, &shot.frame[..ETHERNET]).chain(store(DATA, ETHERNET as i16, &shot.frame[ETHERNET..])).collect();
@@ -316,12 +316,12 @@ fn program_array(target: &OwnedFd) -> Result<OwnedFd> {
     for (at, value) in [(0, MAP_TYPE_PROG_ARRAY), (4, 4), (8, 4), (12, 1)] {
         attr.u32(at, value);
     }
-    let map = attr.call_fd(MAP_CREATE).context("cannot make an array of programs")?;
+    let map = attr.call_fd(MAP_CREATE).context("cannot create a program array")?;
     let (key, value) = (0u32, target.as_raw_fd());
     let mut attr = Attr::default();
     attr.u32(0, map.as_raw_fd().cast_unsigned());
     attr.u64(8, (&raw const key) as u64);
     attr.u64(16, (&raw const value) as u64);
-    attr.call(MAP_UPDATE).context("cannot enter a program into an array")?;
+    attr.call(MAP_UPDATE).context("cannot put a program into a program array")?;
     Ok(map)
 }

@@ -49,22 +49,22 @@ impl Browser {
 
     /// Opens a page.
     pub fn open(&self, url: &str) -> Result<()> {
-        self.of_session("POST", "url", Some(&json!({"url": url}))).map(drop)
+        self.session_request("POST", "url", Some(&json!({"url": url}))).map(drop)
     }
 
     /// Runs a script in the page. Returns its result.
     pub fn run(&self, script: &str) -> Result<Value> {
-        self.of_session("POST", "execute/sync", Some(&json!({"script": script, "args": []})))
+        self.session_request("POST", "execute/sync", Some(&json!({"script": script, "args": []})))
     }
 
     /// Writes a screenshot of the window as PNG.
     pub fn screenshot(&self, file: &Path) -> Result<()> {
-        let picture = self.of_session("GET", "screenshot", None)?;
+        let picture = self.session_request("GET", "screenshot", None)?;
         let text = picture.as_str().context("no picture")?;
         feed(Command::new("sh").args(["-c", "base64 -d > \"$0\""]).arg(file), text)
     }
 
-    fn of_session(&self, method: &str, what: &str, body: Option<&Value>) -> Result<Value> {
+    fn session_request(&self, method: &str, what: &str, body: Option<&Value>) -> Result<Value> {
         self.request(method, &format!("/session/{}/{what}", self.session), body)
     }
 

@@ -87,7 +87,7 @@ impl Sink {
     pub fn open(ns: &NetNs, interface: &str, mark: (i16, [u8; 4])) -> Result<Sink> {
         let mut attr = Attr::default();
         [(0, MAP_TYPE_ARRAY), (4, 4), (8, 8), (12, 1)].into_iter().for_each(|(at, value)| attr.u32(at, value));
-        let counter = attr.call_fd(MAP_CREATE).context("cannot make a counter")?;
+        let counter = attr.call_fd(MAP_CREATE).context("cannot create a counter map")?;
         let body = [
             instruction(STORE_WORD, FP, 0, -4, 0),
             instruction(LOAD_LONG, 1, PSEUDO_MAP_FD, 0, counter.as_raw_fd()),
@@ -147,6 +147,6 @@ impl Generator {
         attr.u64(48, context.as_ptr() as u64);
         attr.u32(64, LIVE_FRAMES);
         attr.u32(72, BATCH);
-        ns.run(|| attr.call(bpf::PROG_TEST_RUN).map(drop).context("frames cannot be sent"))
+        ns.run(|| attr.call(bpf::PROG_TEST_RUN).map(drop).context("cannot send frames"))
     }
 }

@@ -31,7 +31,7 @@
 //!     let spread: Vec<u64> = echo.sources().values().map(|&count| count as u64).collect();
 //!     assert!(lab::stats::is_even(&spread), "{spread:?}");
 //!     let allowed = [10, 11, 12].map(|host| lab::address::external(host).v4.into());
-//!     assert!(capture.finish()?.strangers_towards(target.ip(), &allowed).is_empty());
+//!     assert!(capture.finish()?.unexpected_sources_towards(target.ip(), &allowed).is_empty());
 //!     Ok(())
 //! });
 //! ```

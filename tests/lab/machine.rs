@@ -136,7 +136,7 @@ mod tests {
     const A_WHILE: Duration = Duration::from_millis(200);
 
     #[test]
-    fn an_exclusive_lock_is_fair_and_exclusive() {
+    fn exclusive_lock_is_not_overtaken_by_later_shared_locks() {
         let folder = std::env::temp_dir().join(format!("spillway-machine-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let (events, seen) = mpsc::channel();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn who_wants_the_machine_alone_comes_before_who_shares_it() {
+    fn exclusive_turns_precede_waiting_shared_turns() {
         let turns = Turns::new();
         let (events, seen) = mpsc::channel();
         let mut sharing: Vec<Turn<'_>> = (0..AT_ONCE).map(|_| turns.take(false)).collect();

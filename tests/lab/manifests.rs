@@ -68,13 +68,13 @@ impl Manifests {
     /// Returns the controller's reason why a policy is not in force yet, or `None` if it is.
     pub fn obstacle(&self, policy: &str) -> Result<Option<String>> {
         let Some(object) = self.written_object("status/EgressGatewayPolicy", policy)? else {
-            return Ok(Some("the controller has not looked at it yet".to_owned()));
+            return Ok(Some("the controller has not evaluated it yet".to_owned()));
         };
         let conditions = object["status"]["conditions"].as_array();
         Ok(match conditions.and_then(|all| all.iter().find(|one| one["type"] == "Ready")) {
             Some(ready) if ready["status"] == "True" => None,
             Some(ready) => Some(ready["message"].as_str().unwrap_or_default().to_owned()),
-            None => Some("it has no condition Ready yet".to_owned()),
+            None => Some("it has no Ready condition yet".to_owned()),
         })
     }
 

@@ -52,7 +52,7 @@ impl NetNs {
         }
         File::create(&path).with_context(|| format!("cannot create {}", path.display()))?;
         let bound = on_thread(name, || {
-            unshare(CloneFlags::CLONE_NEWNET).context("cannot make a network namespace (root is needed)")?;
+            unshare(CloneFlags::CLONE_NEWNET).context("cannot create a network namespace (requires root)")?;
             nix::mount::mount(Some("/proc/thread-self/ns/net"), &path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
                 .with_context(|| format!("cannot bind a namespace to {}", path.display()))
         });

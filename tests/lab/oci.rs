@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tar_reads_the_archive_and_every_blob_has_its_name() {
+    fn archive_is_reproducible_tar_with_blobs_named_by_digest() {
         let dir = std::env::temp_dir().join(format!("spillway-oci-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         fs::write(dir.join("program"), "#!/bin/sh\n").unwrap();

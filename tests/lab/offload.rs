@@ -34,12 +34,12 @@ impl NetNs {
     }
 
     /// Makes a veth accept frames that an XDP program redirects to it, which requires GRO at its other end.
-    pub fn take_frames(&self, other_end: &str) -> Result<()> {
+    pub fn accept_xdp_frames(&self, other_end: &str) -> Result<()> {
         self.ethtool(other_end, GRO, 1).map(drop)
     }
 
     /// Keeps VLAN tags in sent and received frames. A veth with VLAN offload passes the tag outside the frame.
-    pub fn show_tags(&self, interface: &str) -> Result<()> {
+    pub fn keep_tags_in_frames(&self, interface: &str) -> Result<()> {
         let flags = self.ethtool(interface, GET_FLAGS, 0)?;
         self.ethtool(interface, SET_FLAGS, flags & !(TX_VLAN | RX_VLAN)).map(drop)
     }

@@ -17,7 +17,7 @@ pub fn obstacle() -> Option<String> {
 
 fn look() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
-        return Some("not root: network namespaces need it".to_owned());
+        return Some("not root: network namespaces require root".to_owned());
     }
     for program in ["ip", "nft"] {
         let found = Command::new(program).arg("-V").stdout(Stdio::null()).stderr(Stdio::null()).status();
@@ -28,18 +28,18 @@ fn look() -> Option<String> {
     let namespace = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();
     if !matches!(namespace, Ok(Ok(()))) {
         return Some(
-            "network namespaces cannot be made here: the kernel lacks them, or CAP_SYS_ADMIN is missing".to_owned(),
+            "cannot create network namespaces here: the kernel lacks them, or CAP_SYS_ADMIN is missing".to_owned(),
         );
     }
     None
 }
 
 /// Returns the reason why this kernel's drivers cannot serve VLAN devices by XDP, if there is one.
-pub fn no_vlan_devices_by_xdp() -> Result<Option<&'static str>> {
+pub fn vlan_xdp_obstacle() -> Result<Option<&'static str>> {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let mut numbers = release.split('.').map_while(|number| number.parse::<u32>().ok());
     if [numbers.next(), numbers.next()] < [Some(6), Some(3)] {
-        return Ok(Some("this kernel does not report what drivers can do: Linux 6.3 or later does"));
+        return Ok(Some("this kernel does not report the XDP features of drivers: that needs Linux 6.3 or later"));
     }
     let mut scope = Scope::open()?;
     let ns = scope.namespace("vlans")?;

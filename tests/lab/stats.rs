@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_limit_agrees_with_the_tables() {
+    fn chi_squared_limit_matches_published_tables() {
         for (degrees, table) in [(1, 10.828), (2, 13.816), (3, 16.266), (9, 27.877), (99, 148.23)] {
             let limit = chi_squared_limit(degrees);
             assert!((limit - table).abs() / table < 0.04, "{degrees}: {limit} instead of {table}");
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn uneven_spreads_are_told_from_even_ones() {
+    fn even_and_uneven_distributions_are_distinguished() {
         assert!(is_even(&[1010, 980, 1010]));
         assert!(!is_even(&[1150, 900, 950]));
         assert!(fits(&[2000, 1000], &[2.0, 1.0]));
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_nearest_ranks_and_the_median_is_in_the_middle() {
+    fn percentiles_use_nearest_rank_and_median_averages_the_middle() {
         let hundred = Percentiles::of((1..=100).map(f64::from));
         assert_eq!((hundred.p50, hundred.p99, hundred.max), (50.5, 99.0, 100.0));
         assert_eq!((Percentiles::of([7.0]).p50, Percentiles::of([7.0]).p99), (7.0, 7.0));

@@ -75,7 +75,7 @@ pub fn stays(what: &str, duration: Duration, mut condition: impl FnMut() -> Resu
         let begun = Instant::now();
         let met = condition();
         let (took, so_far) = (begun.elapsed(), start.elapsed());
-        let changed = || format!("after {so_far:?} of {duration:?} it was no longer so: {what}");
+        let changed = || format!("after {so_far:?} of {duration:?}, this no longer held: {what}");
         ensure!(met.with_context(changed)?, "{}", changed());
         let Some(left) = duration.checked_sub(so_far).filter(|left| !left.is_zero()) else { return Ok(()) };
         thread::sleep(PAUSE.max(PAUSE_PER_LOOK * took).min(left));

@@ -160,7 +160,7 @@ impl Judge {
             if !passing.contains(&ip) && changes > epoch {
                 let answers: Vec<String> = answers.iter().map(|(at, mac)| format!("{} at {at:.2} s", mac[5])).collect();
                 let answers = answers.join(", ");
-                let which = format!("{ip}: {changes} times, with {epoch} owners one after the other: {answers}");
+                let which = format!("{ip}: {changes} times, with {epoch} successive owners: {answers}");
                 self.violation("another gateway answers for an egress IP", &which);
             }
         }
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_violations_only_the_number_is_kept() {
+    fn violations_beyond_the_limit_are_only_counted() {
         let mut judge = judge();
         (0..MOST_TOLD + 5).for_each(|n| judge.violation("wrong", &n.to_string()));
         assert_eq!(judge.violations().len(), MOST_TOLD);

@@ -43,7 +43,7 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<bool> {
     setup::ensure(setup::Scope::Lab)?;
     if let Some(obstacle) = lab::skip::obstacle() {
-        bail!("the soak makes network namespaces and loads eBPF programs: {obstacle}");
+        bail!("the soak creates network namespaces and loads eBPF programs: {obstacle}");
     }
     let binaries = build::binaries(false)?;
     let seed = args
@@ -68,7 +68,7 @@ fn run(args: &Args) -> Result<bool> {
         std::thread::sleep(churn.between(PAUSES));
     }
     if let Err(error) = churn.calm_down(&mut world) {
-        judge.violation("what was broken could not be repaired", &format!("{error:#}"));
+        judge.violation("a fault could not be repaired", &format!("{error:#}"));
     }
     judge.conclude(&mut world, &churn)?;
     summary(&judge, started.elapsed());

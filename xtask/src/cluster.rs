@@ -131,11 +131,11 @@ pub fn the_cluster() -> Result<Cluster> {
 pub fn start(bare: bool) -> Result<Cluster> {
     setup::ensure(setup::Scope::Cluster)?;
     if let Some(obstacle) = lab::skip::obstacle() {
-        bail!("a cluster is made of network namespaces: {obstacle}");
+        bail!("a cluster needs network namespaces: {obstacle}");
     }
     let missing = lab::cluster::missing();
     if !missing.is_empty() {
-        bail!("this machine lacks what a cluster needs:\n- {}", missing.join("\n- "));
+        bail!("this machine lacks prerequisites of a cluster:\n- {}", missing.join("\n- "));
     }
     build(Kubernetes::default())?;
     let archive = if bare { None } else { Some(image::for_tests()?) };

@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_charts_templates_are_what_the_kustomize_base_says() {
+    fn chart_templates_match_the_kustomize_base() {
         let fresh = std::env::temp_dir().join(format!("xtask-templates-{}", std::process::id()));
         fs::create_dir_all(fresh.join(TEMPLATES)).unwrap();
         templates(&workspace::root().join(CRDS), &fresh).unwrap();

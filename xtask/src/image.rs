@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_contents_name_what_is_linked_and_nothing_of_the_tests() {
+    fn sbom_lists_linked_crates_and_no_test_dependencies() {
         let contents = contents("x86_64-unknown-linux-gnu", "1").unwrap();
         let names: Vec<&str> =
             contents["components"].as_array().unwrap().iter().filter_map(|one| one["name"].as_str()).collect();

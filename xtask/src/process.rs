@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grandchild_that_keeps_the_output_open_is_not_waited_for() {
+    fn run_does_not_wait_for_a_grandchild_that_keeps_the_output_open() {
         let (status, lines, _) = sh("tail -f /dev/null & echo $!; exit 3", None);
         assert_eq!(status.unwrap().code(), Some(3));
         let pid = lines[0].parse().unwrap();

@@ -135,7 +135,7 @@ enum Gap {
 pub fn run(args: &Args) -> Result<()> {
     let gaps = survey(&USUAL);
     if gaps.is_empty() {
-        println!("Nothing to do: this machine has all that `cargo xtask demo` and `cargo xtask test` need.");
+        println!("Nothing to do: this machine has everything that `cargo xtask demo` and `cargo xtask test` need.");
         return Ok(());
     }
     if args.check {
@@ -167,14 +167,14 @@ fn install(scopes: &[Scope]) -> Result<()> {
     // Two commands may run concurrently. The second one then finds everything installed.
     let cache = toolchain::cache_dir().context("HOME is not set: there is no place for the cache of tools")?;
     fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
-    let lock = File::create(cache.join("setup.lock")).context("cannot create the set-up's lock")?;
-    lock.lock().context("cannot take the set-up's lock")?;
+    let lock = File::create(cache.join("setup.lock")).context("cannot create setup's lock")?;
+    lock.lock().context("cannot take setup's lock")?;
 
     let gaps = survey(scopes);
     if !gaps.is_empty() && !can_install(&gaps) {
         let steps: Vec<String> = gaps.iter().map(|gap| format!("\n- {gap}: {}", gap.by_hand())).collect();
         bail!(
-            "this machine lacks something, and set-up installs it only on Debian and as root. Either run \
+            "this machine lacks prerequisites, which setup installs only on Debian and as root. Either run \
              `cargo xtask setup` as root on Debian 12, or:{}",
             steps.concat()
         );
@@ -193,7 +193,7 @@ fn install(scopes: &[Scope]) -> Result<()> {
     }
     let left: Vec<String> = survey(scopes).iter().map(|gap| format!("\n- {gap}: {}", gap.by_hand())).collect();
     if !left.is_empty() {
-        bail!("still missing after set-up:{}", left.concat());
+        bail!("still missing after setup:{}", left.concat());
     }
     Ok(())
 }

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nested_build_keeps_where_crates_come_from_and_nothing_else() {
+    fn nested_build_keeps_only_the_settings_for_crate_sources() {
         for name in ["CARGO_HOME", "CARGO_NET_OFFLINE", "CARGO_HTTP_CAINFO", "RUSTUP_HOME", "PATH", "HOME"] {
             assert!(!belongs_to_outer_build(name), "{name}");
         }

@@ -129,7 +129,7 @@ fn a_node_that_needs_many_blocks_shares_them_with_one_that_has_none() {
 }
 
 #[test]
-fn a_node_without_pods_gives_all_back_except_what_flows_use() {
+fn node_without_pods_gives_back_all_blocks_except_those_in_use() {
     let mut world = PortLeaseSim::new(1);
     world.join(0);
     (0..3).for_each(|_| world.round());
@@ -164,7 +164,7 @@ fn a_retired_block_is_used_again_when_a_pod_comes_back() {
 }
 
 #[test]
-fn a_release_covers_what_the_status_says_and_nothing_newer() {
+fn release_covers_leases_up_to_the_reported_revision_only() {
     let (node, address) = (NodeName::from("n"), IpAddr::from([192, 0, 2, 1]));
     let lease = |revision| {
         let lease = BlockLease { node: node.clone(), revision, state: BlockState::Leased };
@@ -255,6 +255,6 @@ fn port_ramp_a_node_gets_ports_before_it_needs_them_and_gives_them_back() {
 
 /// docs/failures.md: port-ramp, on a machine so busy that leases take a second.
 #[test]
-fn port_ramp_leases_that_are_late_come_in_time() {
+fn port_ramp_delayed_leases_arrive_in_time() {
     ramp(3_500, Duration::from_secs(4), Duration::from_secs(1));
 }

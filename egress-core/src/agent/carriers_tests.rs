@@ -8,7 +8,7 @@ use crate::{health::ProbeState, model::*};
 use std::{collections::BTreeMap, time::Duration};
 
 #[test]
-fn a_new_owner_is_used_once_it_reports_what_this_node_needs() {
+fn new_owner_is_used_once_it_knows_this_nodes_blocks() {
     let (mut world, mut carriers, moving) = (FactsFixture::new(), Carriers::default(), ip(OWNED[0].0));
     let mut used = |world: &FactsFixture, now: u64| {
         world.decide(&mut carriers, Duration::from_secs(now));
@@ -96,7 +96,7 @@ fn the_first_able_carrier_answers_until_an_earlier_one_recovers() {
 }
 
 #[test]
-fn an_agent_that_starts_goes_on_answering_until_one_before_it_is_heard() {
+fn restarted_agent_keeps_answering_until_an_earlier_carrier_is_heard() {
     let (mut world, moving) = (FactsFixture::new(), ip(OWNED[0].0));
     carried_by(&mut world, 0, &["g1", "me"]);
     world.probes.insert("g1".into(), ProbeState::Unknown);
@@ -109,7 +109,7 @@ fn an_agent_that_starts_goes_on_answering_until_one_before_it_is_heard() {
 }
 
 #[test]
-fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_knows() {
+fn former_carrier_is_silent_and_forwards_until_source_nodes_know() {
     let (mut world, mut carriers, moving) = (FactsFixture::new(), Carriers::default(), ip(OWNED[2].0));
     let mut own = |world: &FactsFixture, now: Duration| {
         world.decide(&mut carriers, now);
@@ -128,7 +128,7 @@ fn a_node_that_is_no_carrier_any_more_is_silent_and_forwards_until_everybody_kno
 }
 
 #[test]
-fn a_former_carrier_goes_on_forwarding_if_nobody_is_left_to_carry_the_address() {
+fn former_carrier_keeps_forwarding_when_no_carrier_is_left() {
     let (mut world, mut carriers, left) = (FactsFixture::new(), Carriers::default(), ip(OWNED[2].0));
     world.decide(&mut carriers, Duration::ZERO);
     for next in [&["g2"][..], &[]] {
@@ -139,7 +139,7 @@ fn a_former_carrier_goes_on_forwarding_if_nobody_is_left_to_carry_the_address() 
 }
 
 #[test]
-fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
+fn restarted_agent_forwards_carried_ips_until_source_nodes_know() {
     let (mut world, left) = (FactsFixture::new(), ip(OWNED[2].0));
     carried_by(&mut world, 2, &["g2"]);
     report(&mut world, "me").carries.clear();
@@ -153,7 +153,7 @@ fn an_agent_that_starts_forwards_what_was_carried_until_everybody_knows() {
 /// A node that is cut off from the API server cannot withdraw its report. When it returns, the plan may have it carry the address again,
 /// and source nodes use it immediately.
 #[test]
-fn a_node_forwards_for_as_long_as_its_own_report_says_that_it_carries() {
+fn node_forwards_while_its_own_report_lists_the_egress_ip() {
     let (mut world, mut carriers, left) = (FactsFixture::new(), Carriers::default(), ip(OWNED[2].0));
     let mut forwards = |world: &FactsFixture, now: Duration| {
         world.decide(&mut carriers, now);
@@ -169,7 +169,7 @@ fn a_node_forwards_for_as_long_as_its_own_report_says_that_it_carries() {
 }
 
 #[test]
-fn flows_are_spread_over_all_carriers_that_answer_and_blocks_are_known_to_all_of_them() {
+fn spread_flows_use_all_answering_carriers_and_blocks_that_all_of_them_know() {
     let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let id = PoolId::new(PoolKind::Native, "public");
     let mut pool = crate::testing::world::pool("public", address, address);
@@ -215,7 +215,7 @@ fn a_routed_egress_ip_has_routes_to_all_able_carriers_and_no_arp_answers() {
     };
     assert_eq!(look(Announce::Arp, true, true), (true, false, true));
     assert_eq!(look(Announce::Route, true, true), (false, true, true));
-    assert_eq!(look(Announce::Route, true, false), (false, false, true), "nobody knows that it carries the address");
+    assert_eq!(look(Announce::Route, true, false), (false, false, true), "no node knows that it carries the address");
     assert_eq!(look(Announce::Route, false, true), (false, false, true));
     assert_eq!(look(Announce::None, true, true), (false, false, true));
 }
@@ -236,12 +236,12 @@ fn a_node_carries_nothing_until_it_knows_the_leases_of_all_nodes() {
     carried_by(&mut world, 0, &["me"]);
     for (partial, blocks) in [(true, 0), (false, 1)] {
         world.partial = partial;
-        assert_eq!(world.view().egress_ips[&address].blocks.len(), blocks, "nobody else carries it");
+        assert_eq!(world.view().egress_ips[&address].blocks.len(), blocks, "no other node carries it");
     }
 }
 
 #[test]
-fn blocks_of_a_routed_egress_ip_are_known_to_all_that_routers_lead_replies_to() {
+fn routed_egress_ip_uses_only_blocks_known_to_all_reply_carriers() {
     let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let id = PoolId::new(PoolKind::Native, "public");
     let pool = Pool { announce: Announce::Route, ..crate::testing::world::pool("public", address, address) };

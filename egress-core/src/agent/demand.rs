@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_are_counted_for_each_remote_apart() {
+    fn ports_are_counted_separately_for_each_remote() {
         let spread = count((0..60).map(|i| used(1024 + i, i)));
         assert_eq!(demand(&"n".into(), &plan(), &spread, &Withheld::default()), [].into());
     }

@@ -112,7 +112,7 @@ mod tests {
         let merged: BTreeMap<_, _> = overlay(&first, &rest).into_iter().collect();
         let at = |net: &str| look_up(&merged, net.parse().unwrap());
         assert_eq!(at("192.0.2.7/32"), Some(id("old")), "the old policy continues");
-        assert_eq!(at("10.1.2.3/32"), Some(id("new")), "the new policy has at once what no other one matches");
+        assert_eq!(at("10.1.2.3/32"), Some(id("new")), "the new policy immediately gets what no other policy matches");
         assert_eq!(at("10.2.2.3/32"), None);
     }
 }

@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn while_one_is_in_doubt_and_shortly_after_its_death_the_others_are_probed_at_the_same_pace() {
+    fn other_gateways_are_probed_as_often_while_one_is_in_doubt_or_just_died() {
         let probed = probed(2);
         let rest = [0, 100, 200, 300, 400, 500];
         let dead: Vec<u64> = rest.into_iter().chain([525, 550, 650, 750, 850, 950]).collect();
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn many_are_probed_no_more_often_for_the_death_of_one() {
+    fn death_of_one_of_many_gateways_does_not_speed_up_probes() {
         let probed = probed(FEW as u8 + 1);
         assert!(probed.values().skip(1).all(|times| times.len() == 10), "{probed:?}");
     }

@@ -69,7 +69,7 @@ impl Late {
         let unreached = self.unreached.iter().filter(|(_, since)| late(since, REACHED_AFTER));
         let unreached = unreached.map(|(id, _)| {
             let message = "no interface of the node leads to it (ipvlan, macvlan, SR-IOV, or an unknown kind): its packets bypass the \
-                           programs, and the policy does not apply to it; connect it by a veth pair, or name its host-side interface \
+                           programs, and the policy does not apply to it; connect it with a veth pair, or name its host-side interface \
                            in podInterfaces";
             (id, TroubleKind::PodWithoutInterface, message.to_owned())
         });

@@ -164,7 +164,7 @@ pub(super) mod tests {
 
     /// docs/failures.md: port-ramp.
     #[test]
-    fn port_ramp_what_grows_is_asked_for_ahead() {
+    fn port_ramp_growing_use_is_requested_ahead() {
         let (second, egress) = (Duration::from_secs(1), IpAddr::from([192, 0, 2, 1]));
         let ports = |count: u16| (0..count).map(|i| used(1024 + i, 443));
         let mut past = Past::default();

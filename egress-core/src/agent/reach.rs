@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_takes_over_once_something_came_in_that_is_later_than_the_last_answer_of_the_dead() {
+    fn gateway_takes_over_once_something_arrives_after_the_dead_peers_last_answer() {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into(), "b".into()].into());
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_that_came_in_between_two_looks_may_be_as_old_as_the_first() {
+    fn probe_counted_between_two_reads_may_be_as_old_as_the_first_read() {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into()].into());
@@ -249,14 +249,14 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_is_cut_off_when_no_carrier_answers_and_nobody_asks() {
+    fn gateway_is_cut_off_when_no_carrier_answers_and_no_probe_arrives() {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         let probes = |a, b| BTreeMap::from([("a".into(), a), ("b".into(), b)]);
         let (alive, dead) = (ProbeState::Alive, ProbeState::Dead);
         assert!(
             !update(&mut reach, &probes(dead, dead), 0, ms(5000)) && reach.is_reached(),
-            "nobody else carries anything"
+            "no other node carries anything"
         );
         reach.set_peers(["a".into(), "b".into()].into());
         assert!(!update(&mut reach, &probes(alive, dead), 0, ms(6000)) && reach.is_reached());
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_that_cannot_renew_its_lease_goes_on_unless_others_renew_theirs() {
+    fn gateway_that_cannot_renew_continues_unless_others_renew() {
         let ms = Duration::from_millis;
         let mut reach = Reach::new(ProbeTimes::default());
         reach.set_peers(["a".into()].into());
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn lapse_order_a_gateway_whose_lease_lapses_before_others_goes_on_while_none_can_renew() {
+    fn lapse_order_gateway_that_lapses_first_continues_while_none_can_renew() {
         for phase in (0..5_000).step_by(700) {
             for away in (5_000..40_000).step_by(1_900) {
                 for begin in (60_000..65_000).step_by(1_100) {

@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_take_over_lasts_from_the_last_answer_to_the_tables() {
+    fn takeover_lasts_from_the_last_answer_to_the_write_of_the_tables() {
         let ips = [1, 2, 3].map(|n| IpAddr::from([192, 0, 2, n]));
         let mut takeovers = TakeOvers::default();
         takeovers.begin(ips[0], ms(1_000));
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_longer_than_all_bounds_is_counted_too() {
+    fn takeover_longer_than_all_bounds_is_counted() {
         let mut takeovers = TakeOvers::default();
         takeovers.begin([192, 0, 2, 1].into(), ms(0));
         takeovers.written(ms(60_000));

@@ -41,8 +41,8 @@ impl Unnamed {
 /// Returns the network around a pod's address, with the evidence and the remedy.
 fn around_pod(ip: IpAddr) -> (IpNet, String) {
     let message = format!(
-        "the address {ip} of a pod is in no network that a Node, a CNI, the controller or exceptCIDRs names: check whether a controller \
-         runs (EgressNode.spec.podNetworks), or add the pods' network to exceptCIDRs"
+        "the address {ip} of a pod is in no network that a Node, a CNI, the controller or exceptCIDRs names: check that a controller \
+         is running (EgressNode.spec.podNetworks), or add the pods' network to exceptCIDRs"
     );
     (net(ip, AROUND[usize::from(ip.is_ipv6())]), message)
 }
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_of_services_that_somebody_names_is_known() {
+    fn service_network_that_is_named_is_known() {
         let service = parse("10.96.0.1/32");
         let found =
             |snapshot: &Snapshot, named: &[IpNet]| at(&mut Unnamed::default(), snapshot, named, Some(service), 0);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_the_controller_does_not_tell_of_shows_a_network_of_pods() {
+    fn pod_unknown_to_the_controller_reveals_a_pod_network() {
         let mut cluster = snapshot(&["10.9.3.4", "fd09::3:4"]);
         let mut unnamed = Unnamed::default();
         assert_eq!(at(&mut unnamed, &cluster, &[], None, 100), []);

@@ -202,7 +202,7 @@ fn unknown_sources_are_held_only_while_a_selected_pod_is_starting() {
     assert!(!held(&world));
     world.add(pod("db", "me", "db", &[]));
     world.add(pod("web-2", "g1", "web", &[]));
-    assert!(!held(&world), "neither one that nobody selects nor one of another node");
+    assert!(!held(&world), "neither an unselected pod nor a pod of another node");
     world.add(pod("web-3", "me", "web", &[]));
     assert!(held(&world));
     world.add(pod("web-3", "me", "web", &["10.1.0.3"]));
@@ -254,7 +254,7 @@ fn a_slot_needs_blocks_that_its_owner_knows_of() {
 }
 
 #[test]
-fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_serve() {
+fn recreated_policy_leaves_its_destinations_to_others_until_it_can_serve() {
     let world = FactsFixture::new();
     let (id, all) = (policy_id(), BTreeSet::from([policy_id()]));
     let mut effective = Effective::default();
@@ -276,7 +276,7 @@ fn a_policy_that_is_made_again_leaves_its_destinations_to_others_until_it_can_se
 }
 
 #[test]
-fn tenant_a_policy_of_a_namespace_takes_no_pod_out_of_a_cluster_scoped_one() {
+fn tenant_namespaced_policy_releases_no_pod_from_a_cluster_scoped_one() {
     let mut world = FactsFixture::new();
     let own = PolicyId::new(PolicyKind::Namespaced, "default/own");
     let stray = |id: &PolicyId| Policy { id: id.clone(), on_no_gateway: OnNoGateway::NodeIp, ..web() };

@@ -67,7 +67,7 @@ fn an_account_keeps_its_number_and_none_in_the_maps_is_given_away() {
 }
 
 #[test]
-fn what_has_no_place_is_counted_as_other_and_refusals_come_first() {
+fn traffic_without_an_account_counts_as_other_and_refusals_come_first() {
     let names: Vec<String> = (0..9).map(|n| format!("ns{n}")).collect();
     let pods: Vec<(&str, &str)> = names.iter().map(|ns| ("pod", ns.as_str())).collect();
     let view = view(&pods, &[300]);

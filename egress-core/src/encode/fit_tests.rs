@@ -132,7 +132,7 @@ fn policies_are_replaced_by_as_many_in_two_steps() {
 }
 
 #[test]
-fn exclusions_count_for_the_policy_that_they_are_of_and_go_with_it() {
+fn exclusions_count_for_their_policy_and_are_refused_with_it() {
     // 20 policies with exclusions in networks of their own, in classes of different subsets, and one without exclusions in all classes.
     let (count, exclusions) = (20, 1_024);
     let mut view = empty();
@@ -159,7 +159,7 @@ fn exclusions_count_for_the_policy_that_they_are_of_and_go_with_it() {
 }
 
 #[test]
-fn what_a_refused_policy_excludes_is_dropped_and_what_others_exclude_is_not() {
+fn exclusions_of_a_refused_policy_are_dropped_and_those_of_others_are_not() {
     let mut view = empty();
     let wide = |text: &str| text.parse::<IpNet>().unwrap();
     let table = vec![
@@ -178,7 +178,7 @@ fn what_a_refused_policy_excludes_is_dropped_and_what_others_exclude_is_not() {
 }
 
 #[test]
-fn what_a_refused_policy_steers_is_no_other_policys_and_no_others_exclusion_lets_it_pass() {
+fn destinations_of_a_refused_policy_are_neither_taken_over_nor_excluded() {
     let wide = |text: &str| text.parse::<IpNet>().unwrap();
     let refused = |table: &[(&str, Option<usize>)]| {
         let mut view = empty();
@@ -200,7 +200,7 @@ fn what_a_refused_policy_steers_is_no_other_policys_and_no_others_exclusion_lets
 }
 
 #[test]
-fn a_policy_that_is_refused_again_and_again_takes_no_other_with_it() {
+fn repeatedly_refused_policy_does_not_cause_others_to_be_refused() {
     // Policy 1 steers everything that pod 1 sends, and policy 0 fills the table; then policy 2 wants a destination within policy 1.
     let default: IpNet = "0.0.0.0/0".parse().unwrap();
     let mut view = routes(0, limits::MAX_ROUTES - 1);

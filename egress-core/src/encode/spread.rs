@@ -50,7 +50,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_carriers_have_their_share_and_only_who_comes_or_goes_moves_flows(
+        fn carriers_share_evenly_and_only_joining_or_leaving_ones_move_flows(
             first in prop::collection::btree_set(1u16..12, 1..8), steps in prop::collection::vec(1u16..12, 1..10),
         ) {
             let of = |before, set: &BTreeSet<u16>| table(before, &set.iter().copied().collect::<Vec<_>>());

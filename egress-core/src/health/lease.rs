@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn quiet_leases_none_lapses_while_no_gateway_renews_unless_that_lasts() {
+    fn quiet_leases_do_not_lapse_while_no_gateway_renews_for_a_short_time() {
         let (mut tracker, gw) = tracker();
         tracker.observe(&gw, renewal(1), ms(0));
         another_renews(&mut tracker, &[600]);
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn skewed_leases_each_lasts_as_long_as_it_says_and_one_does_not_prolong_another() {
+    fn skewed_leases_each_last_as_stated_and_do_not_prolong_others() {
         let (mut tracker, gw) = tracker();
         // As after the leases of all nodes were made shorter: this agent has not been restarted yet, and renews at its old pace.
         for at in [0, 3000, 6000] {

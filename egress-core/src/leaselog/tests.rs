@@ -344,7 +344,7 @@ fn a_pause_and_a_clock_that_is_set_are_gaps() {
 }
 
 #[test]
-fn of_several_logs_one_without_doubts_is_believed_unless_another_contradicts() {
+fn log_without_doubts_is_believed_unless_another_contradicts_it() {
     let of = |node: u8, doubts: &[Doubt]| {
         let holder = LeaseHolder { node: lease(node).node, first_port: 1, last_port: 2, from: None, until: None };
         LeaseAnswer { holders: [holder].into(), doubts: doubts.iter().cloned().collect() }
@@ -359,7 +359,7 @@ fn of_several_logs_one_without_doubts_is_believed_unless_another_contradicts() {
 }
 
 #[test]
-fn ports_that_follow_each_other_are_one_line() {
+fn adjacent_port_ranges_are_merged() {
     let block = |first_port| PortLease { first_port, last_port: first_port + 63, ..lease(1) };
     let all: BTreeSet<PortLease> = [1024, 1088, 1216].map(block).into();
     let mut book = Book::default();

@@ -93,7 +93,7 @@ mod tests {
 
     /// docs/failures.md: ipvs.
     #[test]
-    fn ipvs_addresses_on_dummy_devices_are_told_only_if_somebody_means_them() {
+    fn ipvs_addresses_on_dummy_devices_are_reported_only_if_an_object_names_them() {
         let eth0 = Link { addresses: vec!["192.0.2.7/24".parse().unwrap()], ..link(2, "eth0") };
         let services: Vec<String> = (0..1_000).map(|n| format!("10.96.{}.{}/32", n / 250, n % 250)).collect();
         let resolver = ["169.254.20.10/32".to_owned(), "10.97.0.10/32".to_owned()];

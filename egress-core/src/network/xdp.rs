@@ -120,7 +120,7 @@ pub fn place<'a>(
     drivers: &BTreeMap<u32, Driver>,
 ) -> Result<&'a Link, Why> {
     if setting == Xdp::Off {
-        return Err(Why::only("switched off by `xdp`"));
+        return Err(Why::only("disabled by `xdp`"));
     }
     let gone = || Why::only("the interface is gone");
     let card = card(table, table.links.get(&interface).ok_or_else(gone)?)?;
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_that_can_do_it_does_unless_it_is_switched_off() {
+    fn capable_card_is_used_unless_xdp_is_off() {
         let (table, drivers) = (table([link(CARD, "eth0")]), [(CARD, card())].into());
         for (setting, does) in [(Xdp::Auto, true), (Xdp::Native, true), (Xdp::Off, false)] {
             assert_eq!(place(setting, &table, CARD, &drivers).is_ok(), does, "{setting}");

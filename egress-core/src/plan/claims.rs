@@ -129,7 +129,7 @@ pub fn settle<'a>(
         let both = set.map_or(own, |set| candidates.intersection(set, own));
         if candidates.get(both).is_empty() {
             let message = format!(
-                "policy {} lets {address} float over other nodes: let the nodeSelectors have a node in common, or use another address",
+                "policy {} lets {address} float over other nodes: make the nodeSelectors select a node in common, or use another address",
                 users[0].0.id
             );
             problems.add(&claim.policy.id, ConditionKind::Conflicting, Reason::SelectorsDisagree, message);
@@ -152,7 +152,7 @@ pub fn settle<'a>(
 fn unproven(address: IpAddr, node: &NodeName) -> String {
     format!(
         "node {node} reports {address} (EgressNode {node}, status.addresses), but its Node object does not have it and the \
-         nodeSelector does not select the node: this is not believed; remove the address from that node"
+         nodeSelector does not select the node: the report is ignored; remove the address from that node"
     )
 }
 

@@ -73,7 +73,7 @@ pub fn note(
         let addresses = addresses.join(", ");
         let message = format!(
             "{addresses} ({why} pool {pool}): no new connections; released when the last one ends, after {seconds} s (drainTimeout) at the \
-             latest; {remedy} to keep what is in use"
+             latest; {remedy} to keep the addresses that are in use"
         );
         problems.add(&policy.id, ConditionKind::Degraded, Reason::Draining, message);
     }

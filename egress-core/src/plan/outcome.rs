@@ -52,7 +52,7 @@ impl Problems {
                 (Reason::NoAddress, message)
             } else if of_family().all(|slot| slot.owner.is_none()) {
                 let message = format!(
-                    "no {family} egress IP has a gateway: traffic to {family} destinations {fate} until one has"
+                    "no {family} egress IP has a gateway: traffic to {family} destinations {fate} until one does"
                 );
                 (Reason::NoGateway, message)
             } else {
@@ -127,7 +127,7 @@ fn fine(kind: ConditionKind, distribution: Distribution) -> &'static str {
     match (kind, distribution) {
         (ConditionKind::Ready, Distribution::PerFlow) => "flows are spread over its egress IPs",
         (ConditionKind::Ready, Distribution::PerEndpoint) => "each pod is assigned one of its egress IPs",
-        (ConditionKind::Degraded, _) => "everything that was requested is there",
+        (ConditionKind::Degraded, _) => "everything that was requested is available",
         (ConditionKind::Conflicting, _) => "no other policy takes precedence",
     }
 }

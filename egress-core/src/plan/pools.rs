@@ -58,7 +58,7 @@ pub fn allocate<'a>(
     for (address, policies) in &asked {
         for policy in policies.iter().filter(|_| owned.contains_key(address)) {
             let message = format!(
-                "{address} was allocated to policy {} from a pool: ask for another address, or let that policy ask for this one too",
+                "{address} was allocated to policy {} from a pool: request another address, or let that policy request this one too",
                 owned[address]
             );
             problems.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
@@ -82,7 +82,7 @@ pub fn allocate<'a>(
                 }
                 None => {
                     let message = format!(
-                        "pool {} has no free {} address: {} of {} given; enlarge its ipRanges or ask for fewer addresses",
+                        "pool {} has no free {} address: {} of {} given; enlarge its ipRanges or request fewer addresses",
                         request.id,
                         request.family,
                         request.count - (wanted - got),
@@ -268,7 +268,7 @@ impl<'a> Quotas<'a> {
         let left = self.left.entry((&pool.id, namespace)).or_insert_with(|| pool.quota(labels));
         if left.is_none() {
             let message = format!(
-                "pool {} is not for namespace {namespace}: name another in egressIPPools, or ask who runs the pool to let its \
+                "pool {} is not available to namespace {namespace}: name another in egressIPPools, or ask the pool's administrator to let its \
                  allowedNamespaces select the namespace",
                 pool.id
             );
@@ -285,8 +285,8 @@ impl<'a> Quotas<'a> {
         *left -= granted;
         if granted < count {
             let message = format!(
-                "{granted} of {count} addresses of pool {} given: the policies of namespace {namespace} have as many as its quotas allow; \
-                 ask for fewer, or ask who runs the pool to raise maxEgressIPs",
+                "{granted} of {count} addresses of pool {} given: the policies of namespace {namespace} already have as many as its quotas allow; \
+                 request fewer, or ask the pool's administrator to raise maxEgressIPs",
                 pool.id
             );
             problems.add(&policy.id, ConditionKind::Degraded, Reason::QuotaExceeded, message);
@@ -317,7 +317,7 @@ fn keep_apart<'a>(
             let keeps = policy.namespace() == keeper;
             if !keeps {
                 let message = format!(
-                    "{address} is used outside the namespace: remove it from egressIPs, or ask for another one"
+                    "{address} is used outside the namespace: remove it from egressIPs, or request another one"
                 );
                 problems.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
             }

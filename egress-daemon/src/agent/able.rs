@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_deadline_that_has_passed_stays_so() {
+    fn expired_deadline_is_not_extended() {
         let second = Duration::from_secs(1);
         assert_eq!(renewed(11, 10, second), Some(1_000_000_010));
         assert_eq!(renewed(10, 10, second), None);

@@ -64,7 +64,7 @@ mod tests {
     use std::sync::mpsc;
 
     #[tokio::test]
-    async fn the_loop_goes_on_during_long_work_and_gets_its_result() {
+    async fn loop_continues_during_long_work_and_receives_its_result() {
         let mut aside = Aside::default();
         assert!(aside.done().now_or_never().is_none(), "nothing was begun");
         let (go, wait) = mpsc::channel::<u32>();
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_done_sparingly_takes_a_small_share_of_a_processor() {
+    async fn sparing_work_uses_a_small_share_of_a_processor() {
         const WORK: Duration = Duration::from_millis(2);
         let work = || {
             let began = Instant::now();

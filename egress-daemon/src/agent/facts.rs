@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_in_a_status_are_no_change_for_an_agent() {
+    fn counts_in_a_status_are_not_a_change_for_an_agent() {
         let mut observed = ObservedObjects::default();
         assert!(observed.take(objects(), false));
         let mut other = objects();

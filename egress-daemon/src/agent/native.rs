@@ -109,7 +109,7 @@ mod tests {
     use egress_core::testing::link;
 
     #[test]
-    fn a_card_gets_one_program_and_that_of_the_underlay_if_any_of_its_interfaces_is_one() {
+    fn card_gets_one_program_and_the_underlays_takes_precedence() {
         let [underlay, uplink] = NATIVE;
         let (first, second) = (link(2, "eth0"), link(3, "eth1"));
         for order in [[underlay, uplink], [uplink, underlay]] {

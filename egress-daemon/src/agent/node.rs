@@ -227,7 +227,7 @@ impl Agent {
                     }
                 }
                 changed = links.changed() => {
-                    changed.context("links are no longer followed")?;
+                    changed.context("the watch of links has ended")?;
                     self.machine.handle_links(links.borrow_and_update().clone());
                 }
                 answer = self.answers.next() => match answer {
@@ -235,7 +235,7 @@ impl Agent {
                     Err(e) => tracing::warn!("cannot read replies to probes: {e}"),
                 },
                 rival = self.owned.rival(&current) => if self.owned.defend(rival) {
-                    tracing::warn!("{rival} is claimed by another host: it is announced again");
+                    tracing::warn!("another host claims {rival}: announcing it again");
                 },
                 () = self.hooks.changed() => self.see_hooks(),
                 counted = self.counting.done() => self.take_count(counted.unwrap_or_else(|| count::failed(self.now()))),

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn sets_of_egress_ips_that_arrive_together_are_looked_for_together() {
+    async fn egress_ips_that_arrive_together_share_their_scans() {
         let (sender, receiver) = mpsc::unbounded_channel();
         for set in [[(1, 1)].into(), [(2, 1)].into(), Indices::from([(1, 2)])] {
             sender.send(set).unwrap();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_unanswered_between_two_looks_is_opened_again_once() {
+    fn connection_unanswered_in_two_scans_is_reopened_once() {
         let mut looks = Looks::default();
         let [a, b, c] = [1, 2, 3].map(connection);
         assert_eq!(looks.look([a, b].into()), []);

@@ -60,7 +60,7 @@ impl Routes {
                 Err("an IPsec policy covers it".into())
             } else {
                 match route::lookup(&netlink.handle, *address).await {
-                    Ok(route) => route.ok_or_else(|| "no route leads to it".into()),
+                    Ok(route) => route.ok_or_else(|| "there is no route to it".into()),
                     Err(error) => Err(format!("the route cannot be read: {error}")),
                 }
             };

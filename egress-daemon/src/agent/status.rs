@@ -94,7 +94,7 @@ fn demands(demands: BTreeMap<IpAddr, Demand>) -> Vec<api::Demand> {
 
 fn ready(errors: &[String], old: Option<&EgressNodeStatus>, now: Timestamp) -> Condition {
     let told = match errors {
-        [] => ("True", "AsExpected", "the datapath does what the objects say".to_owned()),
+        [] => ("True", "AsExpected", "the datapath matches the objects".to_owned()),
         all => ("False", "Degraded", all.join("; ")),
     };
     condition("Ready", told, old, now)
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_of_errors_makes_a_status_that_is_refused() {
+    fn status_with_any_number_of_errors_is_accepted() {
         let errors: Vec<String> =
             (0..2_000).map(|n| format!("policy {n}: it has an error of some length — é")).collect();
         let unnamed = (0..=255).map(|n| (ipnet::IpNet::from(IpAddr::from([10, 0, 0, n])), "x".repeat(400))).collect();
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_is_written_only_for_what_others_act_upon() {
+    fn status_is_written_only_if_others_must_act_on_the_change() {
         let old = EgressNodeStatus { own_lease_revision: 3, programmed: Some(vec![]), ..Default::default() };
         // Not all nodes have programmed the second generation of the policy yet.
         let is_news = |new: &EgressNodeStatus| is_news(&old, new, |policy| policy.generation == 1);

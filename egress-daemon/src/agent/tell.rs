@@ -190,8 +190,8 @@ fn why_not(gateways: &Gateways, name: &NodeName, transports: &Transports) -> Str
         let reason = match (transports.reasons.get(transport), gateways.of(name, *transport)) {
             (Some(reason), _) => reason.as_str(),
             (None, Some(ProbeState::Unknown)) => "not answered yet",
-            (None, Some(ProbeState::Dead)) => "probes by it are not answered",
-            (None, Some(ProbeState::Alive | ProbeState::Unable)) => "one address family only",
+            (None, Some(ProbeState::Dead)) => "probes over it are not answered",
+            (None, Some(ProbeState::Alive | ProbeState::Unable)) => "it works for only one address family",
             (None, None) => return None,
         };
         Some(format!("not {}: {reason}", transports::name(*transport)))

@@ -22,8 +22,8 @@ pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     lines.push(pod_networks(facts));
     lines.push(service_networks(facts, config));
     lines.push(match facts.cnis.as_slice() {
-        [] => ok("cni", "no DaemonSet of a known CNI; any CNI works that gives each pod an interface on the host"),
-        found => ok("cni", format!("{}; docs/networks.md says what was tested with it", found.join(", "))),
+        [] => ok("cni", "no DaemonSet of a known CNI; any CNI that gives each pod an interface on the host works"),
+        found => ok("cni", format!("{}; docs/networks.md lists what was tested with it", found.join(", "))),
     });
     lines.extend(others(facts));
     lines.push(match facts.definitions.as_slice() {
@@ -32,7 +32,8 @@ pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     });
     lines.extend(pod_security(facts));
     let unread = |why: &String| {
-        let remedy = "ask with the rights of a cluster administrator, or of manifests/pre/check.yaml";
+        let remedy =
+            "run the check with the permissions of a cluster administrator, or with those in manifests/pre/check.yaml";
         bad("access", CheckStatus::Warn, format!("not everything could be checked: {why}"), remedy)
     };
     lines.extend(facts.unread.iter().map(unread));
@@ -113,10 +114,10 @@ fn service_networks(facts: &ClusterFacts, config: &Config) -> CheckLine {
         return ok("networks", "exceptCIDRs contain the Service kubernetes");
     }
     let found = match &facts.api_server {
-        Some(address) => format!("nothing names the network of Services, which contains {address}"),
-        None => "nothing names the network of Services".to_owned(),
+        Some(address) => format!("no object names the network of Services, which contains {address}"),
+        None => "no object names the network of Services".to_owned(),
     };
-    let remedy = "write it into exceptCIDRs (kube-apiserver's --service-cluster-ip-range)";
+    let remedy = "add it to exceptCIDRs (kube-apiserver's --service-cluster-ip-range)";
     bad("networks", CheckStatus::Warn, found, remedy)
 }
 
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_keeps_it_from_working_is_a_failure_with_a_remedy() {
+    fn obstacles_in_a_cluster_are_reported_with_remedies() {
         use CheckStatus::{Fail, Warn};
         finds(|facts| facts.version = "1.31".into(), "kubernetes", Fail, &["1.31", "1.32 or later"]);
         finds(|facts| facts.version = "1.9".into(), "kubernetes", Fail, &["1.9"]);
@@ -214,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_network_that_the_settings_name_is_no_finding() {
+    fn service_network_in_except_cidrs_is_not_a_finding() {
         let facts = ClusterFacts { services: None, ..good() };
         let config = Config::parse("test", b"exceptCIDRs: [10.96.0.0/12]").unwrap();
         assert!(judge(&facts, &config).iter().all(|line| line.status == CheckStatus::Ok));

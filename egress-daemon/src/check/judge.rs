@@ -52,7 +52,7 @@ pub(super) fn judge(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
             "access",
             CheckStatus::Warn,
             format!("not everything could be checked: {unread}"),
-            "run it as root on the node itself",
+            "run the check as root on the node itself",
         )
     }));
     lines
@@ -86,7 +86,7 @@ fn kernel(facts: &HostFacts) -> CheckLine {
 
 fn btf(facts: &HostFacts) -> CheckLine {
     if facts.btf {
-        return ok("btf", "the kernel provides its types");
+        return ok("btf", "the kernel provides BTF");
     }
     let remedy = "boot a kernel with CONFIG_DEBUG_INFO_BTF, or start the agent to see whether it works without BTF";
     bad("btf", CheckStatus::Warn, "/sys/kernel/btf/vmlinux is missing", remedy)
@@ -131,13 +131,14 @@ fn hooks(facts: &HostFacts) -> CheckLine {
     bad(
         "hooks",
         CheckStatus::Warn,
-        "no TCX: programs are attached to clsact qdiscs, which anybody may replace",
-        format!("boot Linux {}.{} or later for links that nobody else can remove", TCX.0, TCX.1),
+        "no TCX: programs are attached to clsact qdiscs, which other software can replace",
+        format!("boot Linux {}.{} or later for links that other software cannot remove", TCX.0, TCX.1),
     )
 }
 
 fn stranger(stranger: &Stranger) -> CheckLine {
-    let found = format!("foreign program {} is at {} {}", stranger.program(), stranger.interface, stranger.hook());
+    let found =
+        format!("the foreign program {} is attached at {} {}", stranger.program(), stranger.interface, stranger.hook());
     let remedy = match stranger.egress {
         true => {
             "Spillway's programs run before it, and packets that match a policy bypass it: check that this is intended"
@@ -182,7 +183,7 @@ fn tunnel(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     if lines.is_empty() {
         let found = match facts.tunnels.is_empty() {
             true => format!("the name {name} and UDP port {port} are free"),
-            false => format!("{} is there", facts.tunnels.join(", ")),
+            false => format!("{} exists", facts.tunnels.join(", ")),
         };
         lines.push(ok("tunnel", found));
     }
@@ -227,7 +228,8 @@ fn firewall(facts: &HostFacts, config: &Config) -> CheckLine {
     if config.firewall == Firewall::Respect {
         return ok(
             "firewall",
-            "first packets of flows pass it, or the programs of a CNI that routes by itself".to_owned(),
+            "first packets of flows pass the host's firewall, or the programs of a CNI that routes by itself"
+                .to_owned(),
         );
     }
     let tracking = if facts.conntrack { "connection tracking" } else { "no connection tracking" };
@@ -238,7 +240,7 @@ fn firewall(facts: &HostFacts, config: &Config) -> CheckLine {
         "firewall",
         CheckStatus::Warn,
         format!("there is {}; {tracking}", found.join(" and ")),
-        "write `firewall: respect`, or see that no NetworkPolicy depends on the FORWARD chain",
+        "set `firewall: respect`, or make sure that no NetworkPolicy depends on the FORWARD chain",
     )
 }
 
@@ -282,7 +284,7 @@ fn interfaces(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
     });
     for pattern in config.pod_interfaces.iter().chain(&config.uplinks) {
         if !table.links.values().any(|link| pattern.matches(&link.name)) {
-            let remedy = "nothing, if they come later; otherwise correct it in the configuration";
+            let remedy = "nothing, if such interfaces appear later; otherwise correct the pattern in the configuration";
             lines.push(bad(
                 "interfaces",
                 CheckStatus::Warn,
@@ -317,10 +319,10 @@ fn drivers(facts: &HostFacts, config: &Config) -> Vec<CheckLine> {
 /// Checks whether the cluster's networks are known, according to the agent, which reads the objects.
 fn networks(facts: &HostFacts) -> Vec<CheckLine> {
     let Some(unnamed) = &facts.unnamed else {
-        return vec![ok("networks", "no agent runs here that could report the cluster's networks")];
+        return vec![ok("networks", "no agent runs on this node to report the cluster's networks")];
     };
     if unnamed.is_empty() {
-        return vec![ok("networks", "those of pods and Services are known")];
+        return vec![ok("networks", "the networks of pods and Services are known")];
     }
     let line = |(net, why): (&String, &String)| {
         bad("networks", CheckStatus::Warn, format!("no policy is applied to destinations in {net}"), why)
@@ -450,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_of_a_card_does_for_a_vlan_device_is_said() {
+    fn vlan_device_is_reported_with_its_cards_driver() {
         let device = Link { kind: LinkKind::Vlan(100), peer: Some(2), ..link(5, "eth0.100") };
         let driver = Driver { kind: LinkKind::Physical, acts: Some(7), hides_tags: false, stranger: None };
         let facts = with_uplinks(vec![link(2, "eth0"), device], &driver);
@@ -465,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn networks_that_nobody_names_warn() {
+    fn unnamed_networks_are_warnings() {
         assert_eq!(of(&good(), "networks").status, CheckStatus::Ok);
         assert_eq!(of(&HostFacts { unnamed: Some(Default::default()), ..good() }, "networks").status, CheckStatus::Ok);
         let unnamed = Some([("10.96.0.0/12".to_owned(), "add it to exceptCIDRs".to_owned())].into());

@@ -47,25 +47,30 @@ fn read(value: Value, found: &mut Found) -> Config {
     top.set("tunnelName", ["spillway0", "name of the tunnel device"], &mut config.tunnel_name, interface);
     top.set("exceptCIDRs", [
             "[]",
-            "destinations that no policy touches, besides pods, nodes, the networks of pods that Nodes or a CNI name, those of \
+            "destinations that no policy touches, in addition to pods, nodes, the pod networks that Nodes or a CNI name, those of \
              ServiceCIDR objects and the Service `kubernetes`",
         ], &mut config.except_cidrs, |v| list(v, "prefixes such as [203.0.113.0/24]", text_of));
     top.set(
         "uplinks",
-        ["[]", "interfaces that lead out of the node, besides those that are recognised"],
+        ["[]", "interfaces that lead out of the node, in addition to those that are recognised"],
         &mut config.uplinks,
         |v| list(v, "interface names such as [eth1, \"ens*\"]", text_of),
     );
     top.set(
         "podInterfaces",
-        ["[]", "host-side interfaces of pods, besides those that are recognised"],
+        ["[]", "host-side interfaces of pods, in addition to those that are recognised"],
         &mut config.pod_interfaces,
         |v| list(v, "interface names such as [\"cali*\"]", text_of),
     );
-    top.set("maxFlows", ["131072", "flows on a node, for each address family"], &mut config.max_flows, flows);
+    top.set(
+        "maxFlows",
+        ["131072", "maximum number of flows on a node, for each address family"],
+        &mut config.max_flows,
+        flows,
+    );
     top.set(
         "maxFlowsPerPod",
-        ["(three quarters of maxFlows)", "how many of them one pod may have"],
+        ["(three quarters of maxFlows)", "how many of these flows one pod may have"],
         &mut config.max_flows_per_pod,
         |v| whole(v, 64..=*FLOWS.end()).map(|n| n as u32),
     );
@@ -81,7 +86,7 @@ fn read(value: Value, found: &mut Found) -> Config {
         let transitory = (limits::TCP_TRANSITORY_SECS, "RFC 5382, REQ-5");
         timeouts.set(
             "tcpTransitory",
-            ["240s", "the same for one that is opening or closing"],
+            ["240s", "the same for a connection that is opening or closing"],
             &mut t.tcp_transitory,
             |v| timeout(v, transitory),
         );
@@ -104,7 +109,7 @@ fn read(value: Value, found: &mut Found) -> Config {
         );
         probe.set(
             "count",
-            ["3", "a gateway counts as dead after this many missed in a row, and as alive after this many answered"],
+            ["3", "a gateway counts as dead after this many consecutive missed probes, and as alive after this many answered ones"],
             &mut config.probe.count,
             count,
         );
@@ -139,7 +144,7 @@ fn read(value: Value, found: &mut Found) -> Config {
     );
     top.set(
         "startLimit",
-        ["60s", "how long unknown sources are held for a selected pod that has no address yet"],
+        ["60s", "how long packets of unknown sources are held for a selected pod that has no address yet"],
         &mut config.start_limit,
         |v| duration_in(v, 1_000, 3_600_000),
     );
@@ -193,7 +198,7 @@ fn read(value: Value, found: &mut Found) -> Config {
             let known = |text: &str| match text {
                 "cilium" => Ok(Foreign::Cilium),
                 "antrea" => Ok(Foreign::Antrea),
-                _ => Err("it is not known".to_owned()),
+                _ => Err("unknown system".to_owned()),
             };
             Ok(list(v, "systems: [cilium, antrea]", known)?.into_iter().collect())
         },
@@ -201,21 +206,27 @@ fn read(value: Value, found: &mut Found) -> Config {
     let mut limit = None;
     top.set(
         "maxEgressIPsPerNode",
-        ["(no limit)", "how many floating egress IPs a node may carry over all pools; the controller reads it"],
+        [
+            "(no limit)",
+            "how many floating egress IPs a node may carry from all pools together; only the controller reads it",
+        ],
         &mut limit,
         |v| whole(v, 1..=255).map(|n| Some(n as u32)),
     );
     config.max_egress_ips_per_node = limit;
     top.set(
         "drainTimeout",
-        ["1h", "how long an egress IP that was taken out of its pool keeps its connections; the controller reads it"],
+        [
+            "1h",
+            "how long an egress IP that was removed from its pool keeps its connections; only the controller reads it",
+        ],
         &mut config.drain_timeout,
         |v| duration_in(v, 1_000, 604_800_000),
     );
     let mut metrics = None;
     top.set(
         "metrics",
-        ["(nowhere)", "where metrics and health are served; `--metrics` overrides it"],
+        ["(nowhere)", "address at which metrics and health are served; `--metrics` overrides it"],
         &mut metrics,
         |v| address(v).map(Some),
     );
@@ -232,7 +243,7 @@ fn read(value: Value, found: &mut Found) -> Config {
         });
         log.set("destinations", ["false", "whether the log of flows records remote addresses and ports"], &mut config.flow_log.destinations, boolean);
         log.set("retention", ["7d", "how long logs are kept"], &mut config.flow_log.retention, |v| duration_in(v, 3_600_000, LONGEST_RETENTION_MS));
-        log.set("export", ["[]", "collectors and object stores that the logs are sent to"], &mut config.flow_log.export, |v| {
+        log.set("export", ["[]", "collectors and object stores to which the logs are sent"], &mut config.flow_log.export, |v| {
             let example = "collectors such as [ipfix://192.0.2.7:4739, json://logs.example:5170, s3://bucket/prefix]";
             let collectors = list(v, example, |text| text.parse())?;
             if collectors.len() > MAX_COLLECTORS {
@@ -256,7 +267,7 @@ fn contradictions(config: &Config) -> Vec<Fault> {
     };
     let (renew, duration) = (config.lease.renew, config.lease.duration);
     if renew * 2 > duration {
-        let message = format!("a lease of {duration:?} that is renewed every {renew:?} lapses with one late renewal");
+        let message = format!("a lease of {duration:?} that is renewed every {renew:?} lapses after one late renewal");
         fault("lease.duration", message, "write at least twice lease.renew");
     }
     if config.flow_log.mode == Mode::Off && !config.flow_log.export.is_empty() {

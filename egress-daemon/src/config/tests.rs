@@ -243,7 +243,7 @@ proptest! {
 }
 
 #[test]
-fn the_documented_defaults_are_those_that_are_in_force() {
+fn documented_defaults_match_the_actual_defaults() {
     let settings = Config::settings();
     assert!(settings.len() > 25);
     for Setting { field, default, meaning, values } in settings {

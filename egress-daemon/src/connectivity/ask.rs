@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapped_address_is_told_as_ipv4() {
+    fn ipv4_mapped_address_is_reported_as_ipv4() {
         let server = Server::bind("[::]:0".parse().unwrap()).unwrap();
         let at = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), server.address().unwrap().port());
         thread::spawn(|| server.run());
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_is_said_and_not_repeated_for_ever() {
+    fn failures_are_reported_and_end_the_queries() {
         let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let asked = ask(nobody, 100);
         assert!(asked.tcp.is_empty() && asked.udp.is_empty(), "{asked:?}");

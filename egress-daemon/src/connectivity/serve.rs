@@ -13,7 +13,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Why the server cannot run.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot listen at {0}: {1}: name another address and port with --listen")]
+#[error("cannot listen on {0}: {1}: name another address and port with --listen")]
 pub struct ServerError(SocketAddr, #[source] io::Error);
 
 /// A server that tells each client the source address that it sees, over TCP and UDP.

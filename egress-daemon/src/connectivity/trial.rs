@@ -230,7 +230,7 @@ fn unselected(known: &[Known], servers: &[SocketAddr]) -> Case {
     let home = Home::New(pod.clone(), Labels::new());
     let subject = Subject { home, namespace, labels: Labels::new(), nodes: Selector::everything() };
     if let Some(winner) = servers.iter().find_map(|server| winner(known, &subject, server.ip())) {
-        return Case::Skipped { policy: None, reason: format!("{} selects pods without labels too", winner.name()) };
+        return Case::Skipped { policy: None, reason: format!("{} also selects pods without labels", winner.name()) };
     }
     let addresses: BTreeSet<IpAddr> = known.iter().flat_map(|one| &one.slots).map(|slot| slot.address).collect();
     let promises =
@@ -261,7 +261,7 @@ fn prefix(policy: &Policy, to: IpAddr) -> Option<u8> {
 pub fn judge(trial: &Trial, asked: &[Asked]) -> Vec<String> {
     let of = |promise: &Promise| match asked.iter().find(|one| one.server == promise.server) {
         Some(asked) => broken(promise, asked),
-        None => vec![format!("{} was not asked", promise.server)],
+        None => vec![format!("{} was not queried", promise.server)],
     };
     trial.promises.iter().flat_map(of).collect()
 }
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_that_is_named_is_used_and_must_exist() {
+    fn namespace_required_by_name_is_used_and_must_exist() {
         let mut one = known("web", &[10]);
         one.policy.selectors[0].namespace = Some(Selector::label(NAMESPACE_NAME, "shop"));
         let labels = |name: &str| Labels::from([(NAMESPACE_NAME.to_owned(), name.to_owned())]);
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_policy_takes_is_not_judged_by_this_one() {
+    fn destination_of_another_policy_is_not_tested() {
         let (older, mut younger) = (known("web", &[10]), known("b", &[11]));
         younger.policy.selectors = older.policy.selectors.clone();
         younger.policy.created = 1;
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn no_pod_exists_for_selectors_that_contradict_themselves() {
+    fn contradictory_selectors_are_skipped() {
         let mut one = known("web", &[10]);
         let requirements = [("app", Requirement::Exists), ("app", Requirement::DoesNotExist)];
         one.policy.selectors[0].pod = Some(Selector::new(requirements.map(|(key, one)| (key.to_owned(), one))));
@@ -409,18 +409,18 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_nobody_selects_is_tested_too() {
+    fn unselected_pod_is_also_tested() {
         let last = |known: &[Known]| cases(known, &[], &servers()).pop().unwrap();
         let trial = tried(last(&[known("web", &[10])]));
         assert_eq!((trial.policy, trial.promises[0].rule), (None, Rule::NoneOf));
         assert_eq!(trial.promises[0].addresses, [ip(10)].into());
         let mut everybody = known("all", &[10]);
         everybody.policy.selectors = vec![EndpointSelector { pod: Some(Selector::everything()), ..Default::default() }];
-        assert_eq!(reason(last(&[everybody])), "all selects pods without labels too");
+        assert_eq!(reason(last(&[everybody])), "all also selects pods without labels");
     }
 
     #[test]
-    fn broken_promises_are_said() {
+    fn broken_promises_are_reported() {
         let problems = |rule, tcp: &[u8], udp: &[u8], errors: &[&str]| {
             let seen = |all: &[u8]| all.iter().map(|last| (ip(*last), 8)).collect();
             let asked = Asked {
@@ -449,6 +449,6 @@ mod tests {
         );
         assert_eq!(problems(Rule::NoneOf, &[], &[], &["TCP: timed out"]), "");
         let trial = tried(only(known("web", &[10])));
-        assert_eq!(judge(&trial, &[]), ["203.0.113.7:8474 was not asked"]);
+        assert_eq!(judge(&trial, &[]), ["203.0.113.7:8474 was not queried"]);
     }
 }

@@ -59,7 +59,7 @@ impl Event {
         let event = |(object, about), warning, reason, message| Some(Event { object, about, warning, reason, message });
         match change {
             Change::Added { address } => {
-                event(egress_ip(address), false, "Allocated", format!("{address} came into use"))
+                event(egress_ip(address), false, "Allocated", format!("{address} is now in use"))
             }
             Change::Removed { address } => {
                 event(egress_ip(address), false, "Released", format!("no policy uses {address} any more"))

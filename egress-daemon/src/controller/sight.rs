@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_is_forgotten_with_its_lease_and_its_lease_goes_with_its_node() {
+    fn gateway_is_forgotten_without_lease_and_lease_removed_without_node() {
         let mut sight = Sight::new(LeaseTimes::default());
         let leases = vec![lease("held", "held"), lease("given-up", ""), lease("there", "")];
         sight.observe(leases.clone(), 1, Duration::ZERO);

@@ -230,7 +230,7 @@ async fn nothing_is_written_while_nothing_changes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_policy_shows_in_its_own_status_and_its_last_good_version_is_carried_out() {
+async fn invalid_policy_is_degraded_and_its_last_good_version_stays_in_force() {
     let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let _controller = controller(world.path(), "one");
@@ -241,7 +241,7 @@ async fn a_broken_policy_shows_in_its_own_status_and_its_last_good_version_is_ca
     assert_eq!(
         degraded.2,
         "the last good version is in force: policy.yaml, document 1, EgressGatewayPolicy web, spec.destinationCIDRs[0]: \
-         \"203.0.113.7/24\" has bits set behind its prefix: write the network with zeroes there, such as 203.0.113.0/24, or /32 (IPv6: /128) for the single address"
+         \"203.0.113.7/24\" has bits set beyond its prefix: write the network with zeroes there, such as 203.0.113.0/24, or /32 (IPv6: /128) for the single address"
     );
     assert_eq!(condition(&world.store, "Ready").unwrap().0, "True");
     fs::write(world.path().join("policy.yaml"), POLICY).unwrap();
@@ -249,7 +249,7 @@ async fn a_broken_policy_shows_in_its_own_status_and_its_last_good_version_is_ca
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_standby_takes_over_from_a_leader_that_dies_and_changes_nothing_that_need_not() {
+async fn standby_takes_over_from_a_dead_leader_without_unnecessary_changes() {
     let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let mut one = controller(world.path(), "one");
@@ -292,7 +292,7 @@ async fn deleting_a_policy_releases_its_egress_ips() {
 
 /// Kills leaders in the middle of their writes while a standby is waiting.
 #[tokio::test(flavor = "multi_thread")]
-async fn leaders_that_die_in_the_middle_of_a_change_lease_no_block_and_assign_no_pod_twice() {
+async fn leaders_that_die_during_a_change_lease_and_assign_nothing_twice() {
     let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let mut leader = controller(world.path(), "0");
@@ -342,7 +342,7 @@ fn wanted(store: &Store) -> (ApiObjects, Desired) {
 }
 
 #[tokio::test]
-async fn every_agent_sees_the_object_of_a_gateway_before_an_egress_ip_names_it() {
+async fn gateways_object_is_visible_to_agents_before_an_egress_ip_names_it() {
     let world = ControllerFixture::new();
     // One gateway's agent has already created its object.
     world.store.create(&EgressNode::joining("gw1", false)).await.unwrap();
@@ -383,7 +383,7 @@ fn left_to_do(store: &Store) -> Option<String> {
 }
 
 #[test]
-fn a_share_is_news_where_blocks_are_scarce_and_far_beyond_a_factor_of_two() {
+fn block_share_is_news_if_scarce_and_far_if_changed_more_than_twofold() {
     let status =
         |block_share, blocks_scarce| EgressIPStatus { block_share, blocks_scarce, ..EgressIPStatus::default() };
     let spare = |old, new| is_far(&status(old, false), &status(new, false));
@@ -394,7 +394,7 @@ fn a_share_is_news_where_blocks_are_scarce_and_far_beyond_a_factor_of_two() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_few_pods_are_taken_in_without_a_full_round_and_end_as_with_one() {
+async fn partial_rounds_for_a_few_pods_have_the_same_result_as_a_full_round() {
     let mut world = ControllerFixture::new();
     fs::write(
         world.path().join("flows.yaml"),

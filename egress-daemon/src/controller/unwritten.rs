@@ -70,7 +70,7 @@ mod tests {
     use crate::store::{Key, Kind};
 
     #[test]
-    fn what_fails_again_and_again_is_tried_ever_more_rarely_until_it_succeeds() {
+    fn failed_writes_are_retried_with_backoff_until_they_succeed() {
         let object = |name| ObjectRef { kind: Kind::EgressPolicy, key: Key::namespaced("shop", name) };
         let error =
             |name| StoreError::Unavailable { object: object(name), message: "etcdserver: request is too large".into() };

@@ -65,7 +65,7 @@ impl Command {
     fn unknown_without_agent(&self) -> Option<&'static str> {
         match self {
             Command::Policies => Some("whether policies are ready, and policies that select no pod of this node"),
-            Command::Gateways => Some("what probes say of gateways"),
+            Command::Gateways => Some("the probe results of gateways"),
             Command::Ips => Some("pools and preferred owners"),
             Command::State => Some("conditions and problems"),
             Command::Endpoints | Command::Flows(_) | Command::Blocks | Command::Stats | Command::Explain(_) => None,
@@ -234,7 +234,7 @@ mod tests {
     fn output_without_an_agent_says_what_is_unknown() {
         let missing = admin::ask(std::path::Path::new("/nonexistent/a.sock")).unwrap_err();
         let text = remark(&Command::Gateways, &missing).unwrap();
-        assert!(text.contains("/nonexistent/a.sock") && text.contains("what probes say"), "{text}");
+        assert!(text.contains("/nonexistent/a.sock") && text.contains("the probe results"), "{text}");
         assert_eq!(remark(&Command::Stats, &missing), None);
     }
 }

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_agents_node_has_a_state() {
+    fn state_works_without_an_agent() {
         let view = state(inventory(), None, Some("worker1".into()));
         let text = print(&view, Output::Table).unwrap();
         for part in [

@@ -52,7 +52,7 @@ fn inherited() -> NodeView {
 }
 
 #[test]
-fn a_flows_beginning_and_end_are_told_with_what_it_was() {
+fn programs_report_start_and_end_of_a_flow_with_its_details() {
     let Some(mut rig) = Rig::of_size("events", &scene(), LOGGED) else { return };
     let directory = tempfile::tempdir().unwrap();
     let counts = Arc::default();
@@ -91,7 +91,7 @@ fn a_flows_beginning_and_end_are_told_with_what_it_was() {
 }
 
 #[test]
-fn a_full_buffer_keeps_no_packet_waiting_and_what_is_lost_is_in_the_log() {
+fn full_event_buffer_delays_no_packet_and_losses_are_logged() {
     let room = limits::FLOW_EVENTS_UNUSED as u32;
     let Some(mut rig) = Rig::of_size("events-full", &scene(), Sizes { flow_events: room, ..LOGGED }) else { return };
     let count = room / 50;
@@ -121,7 +121,7 @@ fn a_full_buffer_keeps_no_packet_waiting_and_what_is_lost_is_in_the_log() {
 }
 
 #[test]
-fn without_the_log_nothing_is_told_and_its_buffer_follows_the_mode() {
+fn disabled_flow_log_reports_nothing_and_shrinks_its_buffer() {
     let Some(dir) = BpfDir::new("events-modes") else { return };
     let load = |flow_events| Programs::load_lazily(&dir.pins, Sizes { max_flows: 256, flow_events }).unwrap();
     let size = || aya::maps::MapInfo::from_pin(dir.pins.map("FLOW_EVENTS")).unwrap().max_entries();

@@ -35,7 +35,7 @@ fn record() -> impl Strategy<Value = LeaseRecord> {
 
 proptest! {
     #[test]
-    fn a_segment_and_a_journal_give_back_what_was_written(records in prop::collection::vec(record(), 0..60)) {
+    fn segment_and_journal_return_the_written_records(records in prop::collection::vec(record(), 0..60)) {
         let file = tempfile::tempfile().unwrap();
         segment::write(&records, &file).unwrap();
         prop_assert_eq!(segment::read(file).unwrap(), records.clone());
@@ -43,7 +43,7 @@ proptest! {
     }
 
     #[test]
-    fn a_journal_that_was_cut_off_has_all_whole_lines(records in prop::collection::vec(record(), 1..20), cut in any::<prop::sample::Index>()) {
+    fn truncated_journal_keeps_all_complete_lines(records in prop::collection::vec(record(), 1..20), cut in any::<prop::sample::Index>()) {
         let text = journal::encode(&records);
         let cut = cut.index(text.len());
         let whole = text[..cut].iter().filter(|byte| **byte == b'\n').count();
@@ -114,7 +114,7 @@ fn files_keep_their_order_when_the_clock_is_set_back() {
 }
 
 #[test]
-fn a_journal_whose_segment_is_there_counts_once() {
+fn journal_with_an_existing_segment_counts_once() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
     let mut log = open(&limits, 1);
@@ -130,7 +130,7 @@ fn a_journal_whose_segment_is_there_counts_once() {
 }
 
 #[test]
-fn old_segments_go_and_the_oldest_where_all_are_too_large() {
+fn segments_are_removed_by_age_and_oldest_first_by_size() {
     let directory = tempfile::tempdir().unwrap();
     let mut limits = limits(directory.path());
     let mut log = open(&limits, 1);
@@ -168,7 +168,7 @@ fn keeper(limits: &Limits) -> keeper::Keeper<LeaseRecord> {
 }
 
 #[test]
-fn a_log_that_cannot_be_written_still_removes_what_is_too_old() {
+fn log_that_cannot_be_written_still_removes_old_files() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
     let _log = rotated(&limits);
@@ -187,7 +187,7 @@ fn a_log_that_cannot_be_written_still_removes_what_is_too_old() {
 }
 
 #[test]
-fn a_log_that_cannot_be_begun_still_removes_what_is_too_old() {
+fn log_that_cannot_be_begun_still_removes_old_files() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
     let mut log = rotated(&limits);
@@ -210,7 +210,7 @@ fn a_log_that_cannot_be_begun_still_removes_what_is_too_old() {
 }
 
 #[test]
-fn the_last_file_goes_with_its_age_unless_it_is_being_written() {
+fn last_file_is_removed_by_age_unless_it_is_being_written() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
     let log = rotated(&limits);
@@ -228,7 +228,7 @@ fn the_last_file_goes_with_its_age_unless_it_is_being_written() {
 }
 
 #[test]
-fn a_log_of_flows_that_is_switched_off_still_removes_what_is_too_old() {
+fn switched_off_flow_log_still_removes_old_files() {
     for mode in [Mode::Leases, Mode::Off] {
         let directory = tempfile::tempdir().unwrap();
         let limits = limits(directory.path());
@@ -252,7 +252,7 @@ fn a_log_of_flows_that_is_switched_off_still_removes_what_is_too_old() {
 }
 
 #[test]
-fn what_a_failed_write_leaves_is_removed_and_costs_no_earlier_record() {
+fn failed_write_is_truncated_without_losing_earlier_records() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
     let mut log = open(&limits, 1);
@@ -277,7 +277,7 @@ fn fill(limits: &Limits, second: i64) {
 }
 
 #[test]
-fn a_journal_that_could_not_become_a_segment_becomes_one_before_newer_ones() {
+fn failed_journal_conversion_is_retried_before_newer_journals() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
     let mut keeper = keeper(&limits);
@@ -308,7 +308,7 @@ fn a_journal_that_could_not_become_a_segment_becomes_one_before_newer_ones() {
 }
 
 #[test]
-fn a_full_disk_is_called_one_and_other_errors_have_no_remedy() {
+fn only_a_full_disk_error_has_a_remedy() {
     let directory = tempfile::tempdir().unwrap();
     let limits = limits(directory.path());
     let mut log = open(&limits, 1);

@@ -105,7 +105,7 @@ async fn a_gateway_writes_the_leases_of_all_nodes_and_others_write_nothing() {
 }
 
 #[tokio::test]
-async fn a_log_that_is_switched_off_still_removes_what_is_too_old() {
+async fn switched_off_lease_log_still_removes_old_files() {
     let mut world = LogFixture::new();
     world.gateway("gw1").await;
     world.look(1);
@@ -149,7 +149,7 @@ async fn records_lost_to_a_full_disk_are_counted_and_logged() {
 }
 
 #[tokio::test]
-async fn a_long_journal_becomes_a_segment_that_says_all_by_itself() {
+async fn long_journal_becomes_a_self_contained_segment() {
     let mut world = LogFixture::new();
     world.lease("w1", Some(&[(0, 1)])).await;
     world.gateway("gw1").await;
@@ -165,7 +165,7 @@ async fn a_long_journal_becomes_a_segment_that_says_all_by_itself() {
 }
 
 #[tokio::test]
-async fn a_journal_that_begins_with_many_leases_is_not_long_because_of_them() {
+async fn leases_at_the_start_of_a_journal_do_not_count_towards_its_length() {
     let mut world = LogFixture::new();
     let blocks: Vec<(u16, u16)> = (0..200).map(|block| (2 * block, 1)).collect();
     world.lease("w1", Some(&blocks)).await;
@@ -187,7 +187,7 @@ async fn a_journal_that_begins_with_many_leases_is_not_long_because_of_them() {
 }
 
 #[tokio::test]
-async fn a_gateway_that_hears_of_nothing_writes_nothing_and_says_so_afterwards() {
+async fn disconnected_gateway_logs_nothing_and_records_the_gap_afterwards() {
     let mut world = LogFixture::new();
     world.gateway("gw1").await;
     world.look_when(1, 1, false);

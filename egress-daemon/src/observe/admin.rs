@@ -154,7 +154,7 @@ fn understand(answer: &[u8]) -> Result<AgentState, String> {
     let head = String::from_utf8_lossy(&answer[..end]).into_owned();
     let status = head.lines().next().unwrap_or_default();
     if status.split(' ').nth(1) != Some("200") {
-        return Err(format!("it says {status:?}"));
+        return Err(format!("its status is {status:?}"));
     }
     serde_json::from_slice(&answer[end + 4..]).map_err(|error| error.to_string())
 }

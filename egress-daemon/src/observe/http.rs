@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_newcomer_is_answered_however_many_idle_connections_others_hold() {
+    async fn new_client_is_answered_despite_idle_connections_of_others() {
         let address = start().await;
         let mut idle = Vec::new();
         for number in 0..CONNECTIONS + 16 {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_client_with_many_connections_costs_another_none() {
+    async fn client_with_many_connections_loses_only_its_own() {
         let address = start().await;
         let lone = connect(2, address).await;
         let mut many = Vec::new();

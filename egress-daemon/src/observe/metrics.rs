@@ -98,9 +98,13 @@ fn of_maps(pins: &Pins, flows: &BTreeMap<u32, u64>) -> Vec<Family> {
         maps.iter().filter_map(one).collect()
     };
     let memory = by_map(|map| map.memory_bytes);
-    families.push(gauge("spillway_map_memory_bytes", "memory that a map takes now; it grows with the entries", memory));
+    families.push(gauge(
+        "spillway_map_memory_bytes",
+        "current memory of a map; it grows with the number of entries",
+        memory,
+    ));
     let capacity = by_map(|map| Some(map.capacity.into()));
-    families.push(gauge("spillway_map_capacity_entries", "how many entries a map can hold", capacity));
+    families.push(gauge("spillway_map_capacity_entries", "maximum number of entries of a map", capacity));
     families.extend(traffic::families(&accounts, flows));
     families
 }
@@ -140,7 +144,11 @@ fn of_agent(published: &Published) -> Vec<Family> {
             "port blocks leased to this node, by egress IP",
             by_block(|b| Some(b.leased)),
         ),
-        gauge("spillway_egress_ip_blocks_used", "of these, those with a port in use", by_block(|b| Some(b.used))),
+        gauge(
+            "spillway_egress_ip_blocks_used",
+            "port blocks leased to this node that have a port in use, by egress IP",
+            by_block(|b| Some(b.used)),
+        ),
         gauge(
             "spillway_egress_ip_blocks_free",
             "port blocks of an egress IP that are leased to no node; the owner reports it",
@@ -176,7 +184,7 @@ fn of_agent(published: &Published) -> Vec<Family> {
     let bounds = takeovers::BOUNDS_MS.iter().map(|ms| *ms as f64 / 1e3).chain([f64::INFINITY]);
     families.push(histogram(
         "spillway_takeover_duration_seconds",
-        "how long nobody answered for an egress IP that this node took over from a dead gateway",
+        "how long no gateway answered for an egress IP that this node took over from a dead gateway",
         bounds.zip(state.takeovers.counts.iter().copied().chain(std::iter::repeat(0))).collect(),
         state.takeovers.sum_millis as f64 / 1e3,
     ));
@@ -198,13 +206,17 @@ fn of_controller(report: &ControllerReport) -> Vec<Family> {
     vec![
         gauge("spillway_controller_leader", "whether this controller leads", plain(truth(report.epoch.is_some()))),
         counter("spillway_controller_rounds", "rounds of planning", vec![(Labels::new(), report.rounds)]),
-        counter("spillway_controller_partial_rounds", "rounds that took in a few changes", partial),
+        counter("spillway_controller_partial_rounds", "rounds that processed only a few changes", partial),
         counter("spillway_controller_writes", "objects written", vec![(Labels::new(), report.writes)]),
-        gauge("spillway_controller_planning_seconds", "time of the last plan", plain(report.planning.as_secs_f64())),
+        gauge(
+            "spillway_controller_planning_seconds",
+            "duration of the last planning",
+            plain(report.planning.as_secs_f64()),
+        ),
         gauge("spillway_controller_failing", "whether the last round failed", plain(truth(report.error.is_some()))),
         gauge(
             "spillway_controller_statuses_failing",
-            "objects with an old status, because the new one cannot be written; the controller's log says why",
+            "objects with an outdated status, because the new one cannot be written; the controller's log has the reason",
             plain(report.unwritten as f64),
         ),
         gauge("spillway_policy_endpoints", "pods that a policy selects; the leading controller reports it", endpoints),

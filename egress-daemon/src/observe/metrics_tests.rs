@@ -19,7 +19,7 @@ use std::{
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 #[test]
-fn every_drop_reason_is_explained_to_whoever_meets_it() {
+fn every_drop_reason_is_documented_in_troubleshooting() {
     let page = include_str!("../../../docs/troubleshooting.md");
     let reasons = Counter::ALL.iter().map(|counter| counter.name()).filter(|name| name.starts_with("drop_"));
     for reason in reasons {
@@ -219,7 +219,7 @@ fn the_controllers_report_becomes_metrics() {
 }
 
 #[test]
-fn maps_that_cannot_be_read_are_told() {
+fn unreadable_maps_are_reported() {
     let pins = Pins::new(Path::new("/nonexistent"));
     let text = text_of(&MetricSources { pins: Some(pins), ..MetricSources::default() });
     assert!(text.contains("spillway_maps_readable 0.0\n"), "{text}");
@@ -288,7 +288,7 @@ impl Collector for Slow {
 }
 
 #[tokio::test]
-async fn however_many_clients_wait_the_next_encoding_serves_all_of_them_even_if_some_leave() {
+async fn one_encoding_serves_all_waiting_clients_even_if_some_leave() {
     let (begin, mut begun) = watch::channel(0);
     let (end, ends) = mpsc::channel();
     let mut registry = Registry::default();

@@ -120,7 +120,7 @@ mod tests {
     use egress_common::verdict::Counter;
 
     #[test]
-    fn what_has_no_account_is_an_account_of_its_own() {
+    fn traffic_without_an_account_has_separate_series() {
         let mut traffic = Traffic { opened: 3, ..Traffic::NONE };
         traffic.refused[1] = 2;
         assert_eq!(REFUSALS[1], Counter::DropNoPort);

@@ -327,7 +327,7 @@ fn on_interrupt(clean: impl FnOnce() + Send + 'static) -> Result<thread::JoinHan
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     Ok(thread::spawn(move || {
         if runtime.block_on(tokio::signal::ctrl_c()).is_ok() {
-            eprintln!("kubectl spillway: interrupted: removing what the test has made");
+            eprintln!("kubectl spillway: interrupted: removing the test's objects");
             clean();
             process::exit(INTERRUPTED);
         }
@@ -347,7 +347,7 @@ fn outcome(case: &Case, answers: &Answers) -> Outcome {
             let (seen, problems) = match answers.get(&trial.pod) {
                 Some(Ok(asked)) => (seen(asked), judge(trial, asked)),
                 Some(Err(why)) => (String::new(), vec![why.clone()]),
-                None => (String::new(), vec!["the pod is gone: somebody has deleted it".to_owned()]),
+                None => (String::new(), vec!["the pod is gone: it was deleted".to_owned()]),
             };
             Outcome {
                 policy: trial.policy.clone(),

@@ -145,7 +145,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn pods_without_a_node_cannot_be_asked() {
+    fn pods_without_a_node_are_omitted() {
         let pod = |name: &str, node: Value| json!({"metadata": {"name": name}, "spec": {"nodeName": node}});
         let list = json!({"items": [pod("c", json!("n2")), pod("b", Value::Null), pod("a", json!("n1"))]});
         let named = |name: &str, node: &str| Pod { name: name.into(), node: node.into() };

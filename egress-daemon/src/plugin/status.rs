@@ -126,14 +126,14 @@ mod tests {
     }
 
     #[test]
-    fn all_pods_have_to_be_ready_and_of_the_present_version() {
+    fn workload_is_ready_if_all_pods_are_ready_and_current() {
         let is_ready = |list: &Value| StatusView::new(list, &json!({})).ready;
         assert!(is_ready(&daemon_set(3, 3)));
         assert!(!is_ready(&daemon_set(2, 3)) && !is_ready(&daemon_set(3, 2)) && !is_ready(&json!({"items": []})));
     }
 
     #[test]
-    fn a_policy_is_ready_when_its_last_change_is() {
+    fn policy_is_ready_once_its_last_change_is_in_force() {
         let judged = |list: &Value| StatusView::new(&daemon_set(3, 3), list).parts[1].clone();
         assert!(judged(&policy(2, &json!([ready("True", 2)]))).ready);
         assert!(!judged(&policy(3, &json!([ready("True", 2)]))).ready);

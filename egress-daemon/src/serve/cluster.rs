@@ -233,7 +233,7 @@ fn explain(store: &Store, click: &Click) -> Result<String> {
     let ip = address.parse().ok().and_then(|ip| store.get::<EgressIP>(&Key::cluster(&egress_ip_name(ip))));
     let status = ip.as_ref().and_then(|ip| ip.status.as_ref());
     text += &match status.and_then(|status| Some((status.node.as_ref()?, status.epoch))) {
-        Some((node, epoch)) => format!("{address} is carried by {node} since epoch {epoch}.\n"),
+        Some((node, epoch)) => format!("{node} has carried {address} since epoch {epoch}.\n"),
         None => format!("No gateway carries {address}.\n"),
     };
     Ok(
@@ -258,7 +258,7 @@ spillway_build_info{version="0.1.0"} 1.0
 "#;
 
     #[test]
-    fn two_looks_at_an_agents_metrics_are_what_flows_between_them() {
+    fn view_shows_rates_between_two_reads_of_an_agents_metrics() {
         let now = Metrics::read(TEXT);
         let account = ("web".to_owned(), "prod".to_owned(), "192.0.2.10".to_owned());
         let mut old = Metrics::read(TEXT);

@@ -120,7 +120,7 @@ type Told = watch::Receiver<BTreeMap<String, Value>>;
 
 async fn events(State((told, viewers)): State<(Told, Arc<Semaphore>)>) -> Response {
     let Ok(viewer) = viewers.try_acquire_owned() else {
-        return (StatusCode::SERVICE_UNAVAILABLE, format!("{VIEWERS} others watch this page: close one\n"))
+        return (StatusCode::SERVICE_UNAVAILABLE, format!("this page already has {VIEWERS} viewers: close one\n"))
             .into_response();
     };
     let headers = [(header::CACHE_CONTROL, "no-store")];
@@ -151,7 +151,7 @@ async fn check_host(request: Request, next: Next) -> Response {
     if is_local_name(host) {
         next.run(request).await
     } else {
-        (StatusCode::FORBIDDEN, "open this page by an address, or as localhost\n").into_response()
+        (StatusCode::FORBIDDEN, "open this page with an IP address or as localhost\n").into_response()
     }
 }
 
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_who_calls_the_page_by_an_address_is_answered() {
+    async fn only_hosts_that_are_addresses_or_localhost_are_answered() {
         let page = page(&Feed::default());
         for (host, code) in [
             ("127.0.0.1:8080", 200),
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_listens_hears_what_is_known_and_then_what_changes() {
+    async fn viewer_receives_the_current_state_and_then_changes() {
         let feed = Feed::default();
         feed.take("n1", &json!({"node": "n1", "flows": 1}).to_string());
         feed.take("n1", "no JSON");
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_some_may_watch_at_once() {
+    async fn number_of_concurrent_viewers_is_limited() {
         let page = page(&Feed::default());
         let mut watching = Vec::new();
         for _ in 0..VIEWERS {

@@ -78,7 +78,7 @@ extern "C" fn run(_map: *mut c_void, _key: *mut u32, collector: *mut Collector) 
 
 /// Looks at the first tickets after a new flow has added one. Stops at a ticket that was already checked in this round.
 #[inline(always)]
-pub fn go_along<F: Family>() {
+pub fn check_first_tickets<F: Family>() {
     // SAFETY: the callback takes no context.
     unsafe { bpf_loop(COLLECT_ALONG, look::<F> as *mut c_void, core::ptr::null_mut(), 0) };
 }

@@ -123,7 +123,7 @@ pub fn reply<F: Family>(pkt: &Packet) -> u64 {
         }
         match own::once::whose::<F>(pkt) {
             own::NODES => return Verdict::Pass.to_bits(),
-            own::ANYBODYS => own::copy(pkt, note::COPY),
+            own::EITHER_SIDE => own::copy(pkt, note::COPY),
             own::MASQUERADED => own::copy(pkt, note::COPY_TO_FORWARD),
             _ => {}
         }

@@ -29,7 +29,7 @@ pub fn gather<F: Family>(pkt: &Packet) -> u64 {
     match (ip.part, t.kind) {
         (Part::First, _) if t.has_ports() => {
             datagram::keep(&ip, &t);
-            take_along::<F>(pkt)
+            release_waiting::<F>(pkt)
         }
         (Part::Later, Kind::Orphan) => once::hold::<F>(pkt),
         _ => GO_ON,
@@ -60,7 +60,7 @@ pub fn hold<F: Family>(pkt: &Packet) -> u64 {
 /// Sends a first fragment into its ingress interface once more, followed by the fragments that wait for it. They are written into its own
 /// buffer sequentially: a program cannot create packets, only copy one. Returns a verdict's bits, or [`GO_ON`] if none waits.
 #[inline(always)]
-fn take_along<F: Family>(pkt: &Packet) -> u64 {
+fn release_waiting<F: Family>(pkt: &Packet) -> u64 {
     for place in 0..HELD_PER_DATAGRAM {
         if once::release::<F>(pkt, place) == GO_ON {
             if place == 0 {

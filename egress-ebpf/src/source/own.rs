@@ -22,7 +22,7 @@ pub const FLOWS: u64 = 0;
 /// A connection of the node.
 pub const NODES: u64 = 1;
 /// It may be for either: both get it, and the side that does not know it ignores it.
-pub const ANYBODYS: u64 = 2;
+pub const EITHER_SIDE: u64 = 2;
 /// It may be a datagram of a connection that the node masquerades: both get it, and a copy that
 /// conntrack does not know does not reach the node's sockets.
 pub const MASQUERADED: u64 = 3;
@@ -42,7 +42,7 @@ struct Tuple<F> {
     dst_port: u16,
 }
 
-/// Returns the recipient of a packet: [`FLOWS`], [`NODES`], [`ANYBODYS`] or [`MASQUERADED`].
+/// Returns the recipient of a packet: [`FLOWS`], [`NODES`], [`EITHER_SIDE`] or [`MASQUERADED`].
 #[inline(always)]
 pub fn whose<F: Family>(pkt: &Packet) -> u64 {
     let Ok(ip) = F::parse(pkt) else { return FLOWS };
@@ -59,10 +59,10 @@ pub fn whose<F: Family>(pkt: &Packet) -> u64 {
                     Tuple { src: inner.dst, dst: inner.src, src_port: inner.dst_port, dst_port: inner.src_port };
                 of_node(pkt, tuple, inner.proto, false, &t)
             }
-            _ => ANYBODYS,
+            _ => EITHER_SIDE,
         },
         // The node's own echo requests may have any identifier.
-        _ => ANYBODYS,
+        _ => EITHER_SIDE,
     }
 }
 
@@ -94,7 +94,7 @@ fn of_socket<F: Family>(pkt: &Packet, tuple: Tuple<F>, protocol: u32, opens: boo
     match unsafe { state(bpf_sk_lookup_udp(pkt.raw().cast(), tuple, len, HERE, 0)) } {
         None => FLOWS,
         Some(ESTABLISHED) => NODES,
-        Some(_) => ANYBODYS,
+        Some(_) => EITHER_SIDE,
     }
 }
 

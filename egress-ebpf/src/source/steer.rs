@@ -133,7 +133,7 @@ fn opening<F: Family>(pkt: &Packet) -> u64 {
         verdict => verdict,
     };
     if verdict == ASK || verdict == ENTERED {
-        collect::go_along::<F>();
+        collect::check_first_tickets::<F>();
     }
     if verdict == ASK { firewall::ask(pkt).to_bits() } else { verdict }
 }

@@ -82,7 +82,7 @@ pub enum Failure {
     Pin(String),
     /// Another filter comes first.
     #[error(
-        "a filter of kind {kind} with priority {priority} comes before it and may end the chain: give that one a higher number (tc filter)"
+        "a filter of kind {kind} with priority {priority} comes before it and may end the chain: give that filter a higher priority number (tc filter)"
     )]
     Behind {
         /// The kind of the other filter.

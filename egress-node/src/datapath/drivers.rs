@@ -165,7 +165,7 @@ mod tests {
     use egress_core::network::xdp::act;
 
     #[test]
-    fn a_veth_can_do_it_and_the_loopback_device_cannot() {
+    fn veth_supports_xdp_redirect_and_loopback_does_not() {
         in_netns("drivers", || async {
             let net = Net::here();
             net.veth("here", "there").await;
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_are_read_up_to_one_that_is_cut_short() {
+    fn parsing_of_attributes_ends_at_a_truncated_one() {
         let bytes = [attribute(1, &7u32.to_ne_bytes()), attribute(3, b"abc"), vec![9, 0, 4, 0, 1]].concat();
         let all = attributes_of(&bytes);
         assert_eq!((all.len(), word(&all[&1]), &all[&3][..]), (2, Some(7), &b"abc"[..]));

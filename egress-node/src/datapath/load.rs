@@ -84,7 +84,7 @@ pub fn remedy(root: &Path) -> String {
     let root = root.display();
     format!(
         "drain the node, run `egress-daemon cleanup --release --bpffs {root}` and start the agent again. Established connections through \
-         Spillway on this node end, and selected pods that are still on it leave with its address meanwhile"
+         Spillway on this node end, and packets of selected pods still on it leave with the node's address meanwhile"
     )
 }
 
@@ -109,7 +109,7 @@ pub enum LoadError {
     },
     /// Maps of another version of the layout.
     #[error(
-        "{path} holds maps of another layout than this agent's v{LAYOUT_VERSION}: stop the agent that made them, {}",
+        "{path} holds maps with a layout other than this agent's v{LAYOUT_VERSION}: stop the agent that created them, {}",
         remedy(root)
     )]
     OtherVersion {
@@ -119,7 +119,7 @@ pub enum LoadError {
         root: PathBuf,
     },
     /// A pinned map has another shape than the programs expect.
-    #[error("{path} is a map with {found} where the programs want {wanted}: {}", remedy(root))]
+    #[error("{path} is a map with {found}, but the programs expect {wanted}: {}", remedy(root))]
     OtherShape {
         /// The pin.
         path: PathBuf,

@@ -24,7 +24,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 pub enum MapsError {
     /// The pin does not exist, or cannot be opened.
-    #[error("{path}: {source}; no agent has run with this --bpffs, or not on this node")]
+    #[error("{path}: {source}; no agent has run on this node with this --bpffs")]
     Open {
         /// The pin.
         path: PathBuf,

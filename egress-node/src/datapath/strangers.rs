@@ -143,7 +143,8 @@ impl Lookout {
         for (index, name) in interfaces {
             let place = (*index, name.clone());
             if all || !self.seen.contains_key(&place) {
-                let found = at(*index, name, false, ours).map_err(|e| format!("{name} cannot be looked at: {e}"));
+                let found =
+                    at(*index, name, false, ours).map_err(|e| format!("the programs at {name} cannot be listed: {e}"));
                 self.seen.insert(place, found);
             }
         }

@@ -94,7 +94,7 @@ impl FarEnds {
                 found.insert(net.addr());
             }
             if found.len() == MOST_ADDRESSES {
-                tracing::warn!("no more than {MOST_ADDRESSES} addresses at the far end of {} are read", link.name);
+                tracing::warn!("reading only {MOST_ADDRESSES} addresses at the far end of {}", link.name);
                 self.reopen();
                 break;
             }

@@ -311,14 +311,14 @@ async fn run(mut follower: Follower, options: LinksOptions, publish: watch::Send
                     broken = false;
                     stale.all = true;
                 }
-                Err(error) => tracing::error!(%error, "cannot follow links and addresses; trying again"),
+                Err(error) => tracing::error!(%error, "cannot follow links and addresses; retrying"),
             },
         }
         if broken {
             continue;
         }
         if let Err(error) = follower.settle(&stale).await {
-            tracing::error!(%error, "the last known links and addresses stay in force; connecting again");
+            tracing::error!(%error, "keeping the last known links and addresses; reconnecting");
             broken = true;
             continue;
         }

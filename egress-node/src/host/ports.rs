@@ -37,7 +37,7 @@ pub enum PortsError {
     #[error(transparent)]
     Sysctl(#[from] sysctl::SysctlError),
     /// A file has another format than on known kernels.
-    #[error("{what} holds {text:?}, which is not understood")]
+    #[error("{what} holds {text:?}, which cannot be parsed")]
     Format {
         /// The file or setting.
         what: String,

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_is_an_error_is_not_the_end_of_the_policies() {
+    fn error_answer_is_not_taken_for_the_end_of_the_policies() {
         let message = |kind: u16, body: &[u8]| {
             let length = ((HEADER + body.len()) as u32).to_ne_bytes();
             [&length[..], &kind.to_ne_bytes(), &[0; 10], body].concat()

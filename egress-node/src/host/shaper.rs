@@ -58,7 +58,7 @@ pub enum ShaperError {
     #[error("the name {0} is taken by a device that Spillway did not make: remove it (`ip link del {0}`)")]
     NameTaken(String),
     /// The kernel refused.
-    #[error("cannot {action}: {message}: bandwidths of egress IPs are not limited on this node until that works")]
+    #[error("cannot {action}: {message}; bandwidths of egress IPs are not limited on this node until this succeeds")]
     Netlink {
         /// The attempted action.
         action: String,

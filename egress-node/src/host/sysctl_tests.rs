@@ -102,8 +102,8 @@ fn a_damaged_journal_is_named() {
 }
 
 #[test]
-fn a_read_only_tree_gives_warnings_and_leaves_nothing_to_put_back() {
-    in_netns("a_read_only_tree_gives_warnings_and_leaves_nothing_to_put_back", async || {
+fn read_only_sysctls_give_warnings_and_no_journal() {
+    in_netns("read_only_sysctls_give_warnings_and_no_journal", async || {
         let node = node();
         let tree = node.0.path().join("sys");
         unshare(CloneFlags::CLONE_NEWNS).unwrap();

@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Awaits an event that must happen.
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("did not happen in {PATIENCE:?}: {what}"))
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("timed out after {PATIENCE:?}: {what}"))
 }
 
 /// Runs the test in a fresh network namespace, with its own thread and runtime. Without root the test is skipped, and this is reported.
@@ -32,7 +32,7 @@ where
     Fut: Future<Output = ()>,
 {
     if !nix::unistd::geteuid().is_root() {
-        crate::testing::skip(test, "root to make network namespaces");
+        crate::testing::skip(test, "root to create network namespaces");
         return;
     }
     let outcome = std::thread::spawn(move || {

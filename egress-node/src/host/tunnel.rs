@@ -106,7 +106,7 @@ pub enum TunnelError {
         port: u16,
     },
     /// The kernel has no VXLAN.
-    #[error("the kernel cannot make the vxlan device {name}: load its module with `modprobe vxlan` on the node")]
+    #[error("the kernel cannot create the vxlan device {name}: load its module with `modprobe vxlan` on the node")]
     Unsupported {
         /// The device's name.
         name: String,

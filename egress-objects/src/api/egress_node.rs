@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_too_long_for_a_label_is_followed_by_every_node() {
+    fn object_with_name_too_long_for_a_label_is_followed_by_every_node() {
         let name = "w".repeat(LABEL_VALUE + 1);
         assert_eq!(EgressNode::joining(&name, false).followed_by(), Some(EVERY_NODE));
         assert_eq!(EgressNode::followed_from(&name), "spillway.io/followed-by in (every-node)");

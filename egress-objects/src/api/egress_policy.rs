@@ -36,12 +36,12 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("self.selectors.size() > 0")
-        .message("a policy without selectors is for no pod: write at least one, such as \
+        .message("a policy without selectors selects no pod: write at least one, such as \
                   {podSelector: {matchLabels: {app: web}}}, or {podSelector: {}} for every pod of the namespace")
         .field_path(".selectors"),
     validation = Rule::new("self.destinationCIDRs.size() > 0")
-        .message("a policy without destinations is for no packet: write at least one CIDR, such as 0.0.0.0/0 and ::/0 \
-                  for everything outside of the cluster")
+        .message("a policy without destinations matches no packet: write at least one CIDR, such as 0.0.0.0/0 and ::/0 \
+                  for everything outside the cluster")
         .field_path(".destinationCIDRs"),
     validation = Rule::new("self.egressIPPools.size() > 0")
         .message("a policy without a pool has no egress IP: write at least one, such as {name: public, count: 2}; the pool's \

@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
               {start: 192.0.2.32, end: 192.0.2.40}")
     .field_path(".ipRanges"),
     validation = Rule::new("!(has(self.announce) && self.announce == 'Route' && has(self.outbound) && self.outbound == 'Owner')")
-    .message("with announce: Route every carrier draws connections to itself, so one of them cannot send all packets: remove \
+    .message("with announce: Route every carrier attracts connections, so one of them cannot send all packets: remove \
               outbound, or write outbound: Spread")
     .field_path(".outbound"),
     validation = Rule::new("!(has(self.quotas) && self.quotas.size() > 0) || has(self.allowedNamespaces)")

@@ -229,7 +229,7 @@ fn too_much(path: &str, what: &str, limit: Option<f64>) -> Violation {
     Violation {
         field: path.to_owned(),
         message: format!("more than {limit} {what}"),
-        remedy: format!("write at most {limit}, and the rest into another object"),
+        remedy: format!("write at most {limit}, and put the rest into another object"),
     }
 }
 

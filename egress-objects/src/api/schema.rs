@@ -105,7 +105,7 @@ fn cidr_schema() -> Value {
             ),
             rule(
                 "!isCIDR(self) || cidr(self).ip() == cidr(self).masked().ip()",
-                "'\"' + self + '\" has bits set behind its prefix: write the network with zeroes there, such as \
+                "'\"' + self + '\" has bits set beyond its prefix: write the network with zeroes there, such as \
                  203.0.113.0/24, or /32 (IPv6: /128) for the single address'",
             ),
         ],
@@ -226,12 +226,12 @@ pub(super) fn label_selector(_: &mut SchemaGenerator) -> Schema {
             "x-kubernetes-validations": [
                 {
                     "rule": "!(self.operator == 'In' || self.operator == 'NotIn') || has(self.values) && self.values.size() > 0",
-                    "message": "In and NotIn compare with values: write at least one, such as values: [web]",
+                    "message": "In and NotIn need values: write at least one, such as values: [web]",
                 },
                 {
                     "rule": "!(self.operator == 'Exists' || self.operator == 'DoesNotExist') || !has(self.values) || \
                              self.values.size() == 0",
-                    "message": "Exists and DoesNotExist look at the key only: remove values, or write In or NotIn",
+                    "message": "Exists and DoesNotExist take no values: remove values, or write In or NotIn",
                 },
             ],
         }),
@@ -254,7 +254,7 @@ fn selector_schema() -> Value {
         "x-kubernetes-map-type": "atomic",
         "properties": {
             "matchLabels": {
-                "description": "Labels that must all be there with exactly these values.",
+                "description": "Labels that must all be present with exactly these values.",
                 "type": "object",
                 "additionalProperties": { "type": "string" },
             },
@@ -293,15 +293,15 @@ pub(super) fn conditions(_: &mut SchemaGenerator) -> Schema {
             "type": "object",
             "required": ["type", "status", "lastTransitionTime", "reason", "message"],
             "properties": {
-                "type": { "description": "What the condition is about.", "type": "string", "maxLength": 316 },
+                "type": { "description": "The type of the condition.", "type": "string", "maxLength": 316 },
                 "status": { "description": "True, False or Unknown.", "type": "string", "enum": ["True", "False", "Unknown"] },
                 "reason": { "description": "One word that a program can act on.", "type": "string", "maxLength": 1024 },
-                "message": { "description": "A sentence for a person.", "type": "string", "maxLength": LONGEST_MESSAGE },
+                "message": { "description": "A message for users.", "type": "string", "maxLength": LONGEST_MESSAGE },
                 "lastTransitionTime": {
                     "description": "When the status last changed.", "type": "string", "format": "date-time",
                 },
                 "observedGeneration": {
-                    "description": "The generation of the object that the condition was judged from.",
+                    "description": "The generation of the object from which the condition was computed.",
                     "type": "integer", "format": "int64", "minimum": 0,
                 },
             },

@@ -110,7 +110,7 @@ fn null_counts_as_absent() {
 }
 
 #[test]
-fn what_no_object_can_do_without_is_required_by_the_schema() {
+fn schema_requires_the_fields_that_every_object_needs() {
     let required = |kind: &str, object: Value, fields: &[&str]| {
         let said = check(object);
         let missing: Vec<String> =
@@ -128,9 +128,9 @@ fn a_policy_needs_selectors_and_destinations() {
     refused(
         policy("{selectors: [], destinationCIDRs: [], egressIPPools: [{name: public}]}"),
         &[
-            "spec.destinationCIDRs: a policy without destinations is for no packet: write at least one CIDR, such as \
-             0.0.0.0/0 and ::/0 for everything outside of the cluster",
-            "spec.selectors: a policy without selectors is for no pod: write at least one, such as {podSelector: \
+            "spec.destinationCIDRs: a policy without destinations matches no packet: write at least one CIDR, such as \
+             0.0.0.0/0 and ::/0 for everything outside the cluster",
+            "spec.selectors: a policy without selectors selects no pod: write at least one, such as {podSelector: \
              {matchLabels: {app: web}}}, or {podSelector: {}} for every pod",
         ],
     );
@@ -206,7 +206,7 @@ fn cidrs() {
     refused(
         destination("203.0.113.7/24"),
         &[
-            "spec.destinationCIDRs[0]: \"203.0.113.7/24\" has bits set behind its prefix: write the network with zeroes there, such as 203.0.113.0/24, or /32 (IPv6: /128) for the single address",
+            "spec.destinationCIDRs[0]: \"203.0.113.7/24\" has bits set beyond its prefix: write the network with zeroes there, such as 203.0.113.0/24, or /32 (IPv6: /128) for the single address",
         ],
     );
     for wrong in ["300.0.0.0/8", "10.0.0.0/33", "2001:db8::/129", "example.org", "\"\"", "::ffff:10.0.0.0/104"] {
@@ -228,10 +228,10 @@ fn label_selectors() {
     }
     let at = "spec.selectors[0].podSelector.matchExpressions[0]";
     for wrong in ["operator: In", "operator: In, values: []", "operator: NotIn, values: []"] {
-        let told = format!("{at}: In and NotIn compare with values: write at least one, such as values: [web]");
+        let told = format!("{at}: In and NotIn need values: write at least one, such as values: [web]");
         refused(expression(wrong), &[&told]);
     }
-    let told = format!("{at}: Exists and DoesNotExist look at the key only: remove values, or write In or NotIn");
+    let told = format!("{at}: Exists and DoesNotExist take no values: remove values, or write In or NotIn");
     refused(expression("operator: Exists, values: [web]"), &[&told]);
 
     let many = |n: usize| (0..n).map(|n| format!("k{n}: v")).collect::<Vec<_>>().join(", ");
@@ -325,10 +325,8 @@ fn pool_announcements() {
     }
     refused(
         with("announce: Route, outbound: Owner"),
-        &[
-            "spec.outbound: with announce: Route every carrier draws connections to itself, so one of them cannot send all \
-           packets: remove outbound, or write outbound: Spread",
-        ],
+        &["spec.outbound: with announce: Route every carrier attracts connections, so one of them cannot send all \
+           packets: remove outbound, or write outbound: Spread"],
     );
 }
 
@@ -447,7 +445,7 @@ fn objects_that_the_controller_writes_pass_validation() {
 }
 
 #[test]
-fn crds_have_neither_formats_that_an_api_server_does_not_know_nor_nullable_fields() {
+fn crds_have_no_unknown_formats_and_no_nullable_fields() {
     for (name, crd) in crds() {
         let root = crd.spec.versions[0].schema.clone().unwrap().open_api_v3_schema.unwrap();
         let text = serde_json::to_string(&root.properties.unwrap()["spec"]).unwrap();
@@ -477,7 +475,7 @@ fn lacks_of(schema: Option<&Value>, path: &str) -> Vec<String> {
 }
 
 #[test]
-fn crds_say_of_each_field_what_kubernetes_asks_of_an_api() {
+fn crds_declare_list_types_and_minimums_of_all_fields() {
     for (name, crd) in crds() {
         let root = serde_json::to_value(&crd.spec.versions[0].schema).unwrap()["openAPIV3Schema"].clone();
         assert_eq!(lacks(&root, ""), Vec::<String>::new(), "{name}");

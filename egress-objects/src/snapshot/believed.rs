@@ -111,7 +111,7 @@ fn holders(
             name: name.to_string(),
             field: "status.addresses".to_owned(),
             message: format!("{address} is the address of node {holder} as well"),
-            remedy: "it counts as that one's; delete the Node of a machine that is gone, or give one of them another address"
+            remedy: "it counts as that node's; delete the Node object of a machine that is gone, or give one node another address"
                 .to_owned(),
         });
         if let Some(node) = snapshot.nodes.get_mut(&name) {

@@ -94,7 +94,7 @@ fn round(objects: &mut ApiObjects, health: &Health, now: i64) -> Plan {
 }
 
 #[test]
-fn a_controller_that_starts_again_writes_nothing() {
+fn restarted_controller_writes_nothing() {
     let mut objects = objects();
     let first = round(&mut objects, &health(), 100);
     assert_eq!((first.egress_ips.len(), first.assignments.len(), first.lease_revision), (10, 1, 1));
@@ -161,7 +161,7 @@ fn every_agent_follows_gateways_and_nodes_with_networks_that_nothing_else_names(
 }
 
 #[test]
-fn times_of_conditions_change_with_their_status_only() {
+fn times_of_conditions_change_only_with_their_status() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     let ready = |objects: &ApiObjects, at: usize| {
@@ -189,7 +189,7 @@ fn condition(objects: &ApiObjects, kind: &str) -> (String, String, Time) {
 }
 
 #[test]
-fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
+fn not_yet_policy_becomes_ready_once_all_its_nodes_have_programmed_it() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     let report = |objects: &mut ApiObjects, node: &str, generation: i64| {
@@ -228,7 +228,7 @@ fn not_yet_a_policy_is_ready_when_all_its_nodes_have_programmed_it() {
 }
 
 #[test]
-fn skew_an_agent_that_reports_no_policies_is_not_waited_for_and_fields_of_a_later_version_are_ignored() {
+fn skew_policies_do_not_wait_for_older_agents_and_ignore_newer_fields() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     // As written by agents of the previous version, of a later version, and of one whose new fields
@@ -252,7 +252,7 @@ fn skew_an_agent_that_reports_no_policies_is_not_waited_for_and_fields_of_a_late
 }
 
 #[test]
-fn a_broken_policy_says_so_and_touches_no_other() {
+fn invalid_policy_reports_its_problem_and_affects_no_other() {
     let mut objects = objects();
     let good = round(&mut objects, &health(), 100);
     objects
@@ -299,7 +299,7 @@ fn revisions_are_never_used_twice() {
 }
 
 #[test]
-fn a_block_that_two_nodes_list_belongs_to_the_one_that_got_it_later() {
+fn block_listed_by_two_nodes_belongs_to_the_later_lease() {
     let node = |name: &str, revision: u64| -> Arc<EgressNode> {
         let ranges = json!([{"first": 4, "count": 2, "revision": revision}]);
         read(spillway("EgressNode", name, json!({"blocks": [{"egressIP": "192.0.2.1", "ranges": ranges}]})))
@@ -315,7 +315,7 @@ fn a_block_that_two_nodes_list_belongs_to_the_one_that_got_it_later() {
 }
 
 #[test]
-fn shares_reach_the_agents() {
+fn block_shares_are_read_back_from_egress_ip_objects() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     let name = objects.egress_ips[0].spec.address.parse().unwrap();
@@ -381,7 +381,7 @@ fn node_with(objects: &mut ApiObjects, name: &str, host: u8, ready: &str, create
 
 /// docs/failures.md: claims.
 #[test]
-fn claims_of_a_node_are_believed_only_where_nobody_else_has_what_it_claims() {
+fn claims_of_a_node_are_believed_only_if_no_other_holds_the_address() {
     let mut objects = ApiObjects::default();
     let said = |tunnel: &[&str], addresses: &[&str]| {
         let addresses: Vec<Value> = addresses.iter().map(|a| json!({"interface": "eth1", "cidr": a})).collect();
@@ -439,7 +439,7 @@ fn claims_of_a_node_are_believed_only_where_nobody_else_has_what_it_claims() {
 
 /// docs/failures.md: stale-node.
 #[test]
-fn stale_node_the_living_one_of_two_with_one_address_has_it() {
+fn stale_node_loses_its_address_to_the_live_node() {
     let (old, new) = ("2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z");
     let said = || json!({"tunnelAddresses": ["10.0.0.1", "fd00::1"]});
     // (the successor's name, readiness of the old node, name of the node that has the address)

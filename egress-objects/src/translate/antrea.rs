@@ -96,7 +96,7 @@ fn source(
         list(reader, &spec.external_ip_pool, &spec.external_ip_pools, ["spec.externalIPPool", "spec.externalIPPools"]);
     if ips.is_empty() && names.is_empty() {
         let remedy = "write egressIP, externalIPPool, or both";
-        reader.problem("spec", "it does not say where its address comes from", remedy);
+        reader.problem("spec", "its address has no source", remedy);
     }
     let ips: BTreeSet<IpAddr> =
         ips.iter().filter_map(|(field, text)| reader.parse(text, field.clone(), ADDRESS)).collect();

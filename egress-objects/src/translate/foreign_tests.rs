@@ -70,7 +70,7 @@ fn ciliums_labels_for_the_namespace_become_conditions_on_it() {
 }
 
 #[test]
-fn policies_that_cilium_ignores_silently_are_reported() {
+fn policies_that_cilium_silently_ignores_are_reported() {
     let whole = json!({
         "selectors": [{"podSelector": {}}],
         "destinationCIDRs": ["0.0.0.0/0"],
@@ -148,7 +148,7 @@ fn an_egress_takes_its_addresses_from_nodes_pools_or_both() {
 }
 
 #[test]
-fn an_address_that_no_known_range_has_is_of_a_pool_that_cannot_be_understood() {
+fn address_in_no_known_range_belongs_to_an_unreadable_pool() {
     let readable = pools(&[("a", &["192.0.2.0/28"])]);
     let known = pools(&[("c", &["203.0.113.0/28"])]).into_iter().map(|(id, pool)| (id, Some(pool)));
     let unreadable = known.chain([(PoolId::new(PoolKind::Antrea, "b"), None)]).collect();

@@ -75,7 +75,7 @@ fn texts(reader: &mut Reader, field: &str, texts: &[String]) -> Vec<IpNet> {
     let networks: Vec<IpNet> = networks.map(|net| net.trunc()).collect();
     let (all, some): (Vec<IpNet>, Vec<IpNet>) = networks.into_iter().partition(|net| net.prefix_len() == 0);
     for net in all {
-        reader.problem(field, format!("{net} has every address there is"), REMEDY);
+        reader.problem(field, format!("{net} covers every address"), REMEDY);
     }
     some
 }
@@ -188,7 +188,7 @@ mod tests {
         let said: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
         assert_eq!(
             said,
-            ["\"10.1.0.0\" is not understood", "0.0.0.0/0 has every address there is", "\"\" is not understood"]
+            ["\"10.1.0.0\" is not understood", "0.0.0.0/0 covers every address", "\"\" is not understood"]
         );
     }
 }

@@ -156,7 +156,7 @@ pub(super) fn nets(reader: &mut Reader, texts: &[String], field: &str) -> Vec<Ip
         reader.problem(
             field,
             "it is empty",
-            "write at least one, such as 0.0.0.0/0 for everything outside of the cluster",
+            "write at least one, such as 0.0.0.0/0 for everything outside the cluster",
         );
     }
     let numbered = texts.iter().enumerate();
@@ -181,7 +181,7 @@ fn source(reader: &mut Reader, spec: &api::EgressGatewayPolicySpec) -> Source {
     if gateways.is_empty() == pools.is_empty() {
         reader.problem(
             "spec",
-            "it must say in one place where its egress IPs come from",
+            "its egress IPs must come from exactly one source",
             "write either egressGateways (or egressGateway) or egressIPPools (or egressIPPool)",
         );
     }

@@ -61,7 +61,7 @@ fn a_policy_with_every_field_is_translated() {
 }
 
 #[test]
-fn pools_are_asked_for_once_each() {
+fn entries_for_one_pool_become_one_request() {
     let policy = policy(&object("EgressGatewayPolicy", json!({
         "selectors": [{"namespaceSelector": {}}],
         "destinationCIDRs": ["0.0.0.0/0"],
@@ -73,7 +73,7 @@ fn pools_are_asked_for_once_each() {
 }
 
 #[test]
-fn entries_of_one_pool_count_together_up_to_what_one_may_ask_for() {
+fn entries_for_one_pool_add_up_to_at_most_the_maximum() {
     let ips = |n: u32| (0..700).map(|i| format!("10.{n}.{}.{}", i / 250, i % 250)).collect::<Vec<_>>();
     let policy = policy(&object("EgressGatewayPolicy", json!({
         "selectors": [{"namespaceSelector": {}}],
@@ -85,7 +85,7 @@ fn entries_of_one_pool_count_together_up_to_what_one_may_ask_for() {
 }
 
 #[test]
-fn a_policy_that_cannot_be_understood_drops_packets_of_the_pods_that_it_is_known_to_select() {
+fn unreadable_policy_drops_packets_of_the_pods_it_is_known_to_select() {
     let web = json!({"podSelector": {"matchLabels": {"app": "web"}}});
     let nothing = json!({"podSelector": {"matchExpressions": [{"key": "app", "operator": "In", "values": []}]}});
     let unknown = json!({"podSelector": {"matchExpressions": [{"key": "app", "operator": "Is", "values": ["a"]}]}});
@@ -115,7 +115,7 @@ fn a_policy_that_cannot_be_understood_drops_packets_of_the_pods_that_it_is_known
 }
 
 #[test]
-fn a_policy_with_a_destination_that_cannot_be_understood_drops_all_but_what_it_excludes() {
+fn policy_with_unreadable_destination_drops_all_but_its_exclusions() {
     let spec = json!({
         "selectors": [{"podSelector": {}}],
         "destinationCIDRs": ["203.0.113.0/24", "198.51.100.0/33"],
@@ -129,7 +129,7 @@ fn a_policy_with_a_destination_that_cannot_be_understood_drops_all_but_what_it_e
 }
 
 #[test]
-fn the_name_of_a_pool_that_no_pool_can_have_is_told_without_control_characters() {
+fn invalid_pool_name_is_reported_without_control_characters() {
     let told = problems(policy(&object(
         "EgressGatewayPolicy",
         json!({
@@ -142,7 +142,7 @@ fn the_name_of_a_pool_that_no_pool_can_have_is_told_without_control_characters()
 }
 
 #[test]
-fn every_problem_of_a_policy_is_told_with_its_field() {
+fn every_problem_of_a_policy_is_reported_with_its_field() {
     let told = problems(policy(&object(
         "EgressGatewayPolicy",
         json!({
@@ -193,7 +193,7 @@ fn a_routed_pool_has_all_carriers_and_spreads_outbound_traffic() {
 }
 
 #[test]
-fn a_pool_with_every_field_is_translated_and_a_broken_one_refused() {
+fn pool_with_every_field_is_translated_and_an_invalid_one_refused() {
     let read = pool(&object("EgressIPPool", json!({
         "ipRanges": [{"cidr": "192.0.2.0/28"}, {"start": "192.0.2.32", "end": "192.0.2.40"}, {"cidr": "198.51.100.1/32"}],
         "nodeSelector": {"matchLabels": {"egress": "true"}},
@@ -224,7 +224,7 @@ fn a_pool_with_every_field_is_translated_and_a_broken_one_refused() {
 }
 
 #[test]
-fn nodes_are_read_with_what_their_agent_says() {
+fn nodes_are_read_with_the_reports_of_their_agents() {
     let kube: k8s_openapi::api::core::v1::Node = serde_json::from_value(json!({
         "metadata": {"name": "w0", "labels": {"topology.kubernetes.io/zone": "x"}, "annotations": {"spillway.io/max-egress-ips": "many", "node.antrea.io/max-egress-ips": "7"}},
         "spec": {"unschedulable": true},

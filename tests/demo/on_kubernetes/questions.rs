@@ -16,8 +16,8 @@ use super::{ECHO_PORT, STREAM_PORT, Show, server};
 /// Shows `whois`, `diff`, and an alert.
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
-        "Who was it, what would change, and who notices",
-        "`kubectl spillway whois` names the pod behind a connection that somebody outside has seen. `kubectl spillway \
+        "Identify a pod, preview a change, raise an alert",
+        "`kubectl spillway whois` names the pod behind a connection that an outside server has seen. `kubectl spillway \
          diff` says whose connections a deletion would break, and changes nothing. While the API server is \
          unavailable, a Prometheus with Spillway's alerts reports it.",
     );
@@ -28,7 +28,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     let told = plugin(show, &words, 0)?;
     print(show, &words, &told);
     let wanted = format!("default/{}", pod.name);
-    let named = if told.contains(&wanted) { wanted.clone() } else { "somebody else".to_owned() };
+    let named = if told.contains(&wanted) { wanted.clone() } else { "another pod".to_owned() };
     show.claim("whois names the pod behind a port", named == wanted, wanted, named);
 
     let words = ["diff", "--delete", "-f", &example("web-per-flow")];
@@ -39,7 +39,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     let streams = show.streams.as_ref().context("no streams")?;
     show.screen.wait("the connections keep streaming", || streams.wait_progress(10))?;
     show.claim(
-        "diff says what would break, and breaks nothing",
+        "diff predicts what would break, and breaks nothing",
         broken >= live,
         format!("at least the {live} streams to port {STREAM_PORT}"),
         format!("{broken} connections, which continue"),

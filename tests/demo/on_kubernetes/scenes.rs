@@ -36,13 +36,13 @@ pub fn play(show: &mut Show, quick: bool) -> Result<()> {
     apply(show)?;
     even(show)?;
     if !quick {
-        keeps_one(show)?;
+        one_egress_ip_per_pod(show)?;
     }
     gateway_dies(show)?;
     if !quick {
         gateway_returns(show)?;
         questions::show(show)?;
-        nobody_leads(show)?;
+        controller_and_api_server_die(show)?;
     }
     show.screen.scene(
         "Throughout",
@@ -146,7 +146,7 @@ fn even(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-fn keeps_one(show: &mut Show) -> Result<()> {
+fn one_egress_ip_per_pod(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "One egress IP for each pod",
         "The policy `ledger` has `distribution: PerEndpoint`: six pods, three egress IPs, so two pods share one, and no \
@@ -251,7 +251,8 @@ fn gateway_dies(show: &mut Show) -> Result<()> {
 
 fn gateway_returns(show: &mut Show) -> Result<()> {
     let (before, home) = (show.carriers("web")?, show.home.clone());
-    let victim = home.values().find(|node| before.values().all(|one| one != *node)).context("nobody is dead")?.clone();
+    let victim =
+        home.values().find(|node| before.values().all(|one| one != *node)).context("no gateway is dead")?.clone();
     show.screen.scene(
         "The gateway returns",
         &format!(
@@ -286,7 +287,7 @@ fn gateway_returns(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-fn nobody_leads(show: &mut Show) -> Result<()> {
+fn controller_and_api_server_die(show: &mut Show) -> Result<()> {
     show.screen.scene(
         "A controller dies, and the API server is unavailable",
         &format!(

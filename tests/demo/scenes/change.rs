@@ -53,7 +53,7 @@ pub fn show(show: &mut Show) -> Result<()> {
             change.is_in_force(),
             format!("within {}, all later ones open at once", seconds(change.limit)),
             format!(
-                "after {}; {} connections: {waited} with a second SYN, {failed} cut by it",
+                "after {}; {} connections: {waited} with a second SYN, {failed} failed",
                 change.in_force_text(),
                 change.flows.len()
             ),

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_without_pods_and_addresses_of_strangers_count() {
+    fn unused_and_foreign_addresses_are_counted() {
         let ip = |last: u8| IpAddr::from([192, 0, 2, last]);
         let seen = [BTreeSet::from([ip(20)]), BTreeSet::from([ip(20)]), BTreeSet::from([ip(77)])];
         assert_eq!(pods_per_address(&[ip(20), ip(21)], seen.iter()), [2, 0, 1]);

@@ -230,13 +230,13 @@ mod tests {
     use crate::cluster::example;
 
     #[test]
-    fn the_example_has_the_delay_that_is_claimed() {
+    fn example_pool_has_the_claimed_failback_delay() {
         let delay = format!("delay: {}s", FAILBACK_DELAY.as_secs());
         assert!(example("pools").unwrap().contains(&delay));
     }
 
     #[test]
-    fn only_what_moved_is_listed() {
+    fn moves_lists_only_moved_egress_ips() {
         let ip = |last: u8| IpAddr::from([192, 0, 2, last]);
         let map = |node: &str| BTreeMap::from([(ip(10), "gw1".to_owned()), (ip(11), node.to_owned())]);
         assert_eq!(moves(&map("gw2"), &map("gw3")), "192.0.2.11 to gw3");

@@ -27,17 +27,17 @@ const ALERT: &str = "SpillwayStoreDisconnected";
 /// Shows `whois`, `diff`, and an alert.
 pub fn show(show: &mut Show) -> Result<()> {
     show.screen.scene(
-        "Who was it, what would change, and who notices",
-        "Somebody outside reports an address, a port and a time, and `egressctl whois` names the pod. Before a policy is \
+        "Identify a pod, preview a change, raise an alert",
+        "The owner of an outside server reports an address, a port and a time, and `egressctl whois` names the pod. Before a policy is \
          deleted, `egressctl diff` says whose connections would break, and changes nothing. When worker2 can no longer \
          read the objects, a Prometheus with Spillway's alerts reports it.",
     );
-    who_was_it(show)?;
-    what_would_change(show)?;
-    who_notices(show)
+    show_whois(show)?;
+    show_diff(show)?;
+    show_alert(show)
 }
 
-fn who_was_it(show: &mut Show) -> Result<()> {
+fn show_whois(show: &mut Show) -> Result<()> {
     let pod = show.lab.pod("web-1").clone();
     let target = show.server().ips.at(Family::V4, ECHO_PORT);
     let (_clients, seen) = flows::seen(&pod.ns, target, TcpOptions::default(), &show.near)?;
@@ -46,12 +46,12 @@ fn who_was_it(show: &mut Show) -> Result<()> {
     let ask = || show.lab.egressctl(&pod.node, &words);
     let answer = wait_until("whois is certain", PATIENCE, ask, |answer| answer["podCertain"] == true)?;
     print(show, &words, &show.lab.egressctl_text(&pod.node, &words)?);
-    let named = answer["flows"][0]["pod"].as_str().unwrap_or("nobody").to_owned();
+    let named = answer["flows"][0]["pod"].as_str().unwrap_or("no pod").to_owned();
     show.claim("whois names the pod behind a port", named == pod.key(), pod.key(), named);
     Ok(())
 }
 
-fn what_would_change(show: &mut Show) -> Result<()> {
+fn show_diff(show: &mut Show) -> Result<()> {
     let node = show.lab.pod("web-1").node.clone();
     let file = show.lab.dir().join("deleted.yaml");
     std::fs::write(&file, example("web-per-flow")?)?;
@@ -72,7 +72,7 @@ fn what_would_change(show: &mut Show) -> Result<()> {
     let (said, live) = (items.iter().filter(breaks).count(), 2 * STREAMS_PER_POD);
     show.screen.wait("the connections keep streaming", || show.streams()?.wait_progress(10))?;
     show.claim(
-        "diff says what would break, and breaks nothing",
+        "diff predicts what would break, and breaks nothing",
         said == live,
         format!("the {live} streams of {node}"),
         format!("{said} streams, which continue"),
@@ -80,7 +80,7 @@ fn what_would_change(show: &mut Show) -> Result<()> {
     Ok(())
 }
 
-fn who_notices(show: &mut Show) -> Result<()> {
+fn show_alert(show: &mut Show) -> Result<()> {
     let agent = |name: &str, address: String| Target { address, node: name.to_owned(), component: "agent" };
     let targets: Vec<Target> =
         show.lab.nodes().map(|node| agent(&node.name, format!("{}:{METRICS_PORT}", node.underlay.v4))).collect();

@@ -88,7 +88,7 @@ pub fn table(
     let others = sources.keys().filter(|source| !weights.contains_key(source));
     for ip in weights.keys().chain(others) {
         let count = sources.get(ip).copied().unwrap_or(0);
-        let gateway = gateways.get(ip).map_or("nobody: wrong!", String::as_str);
+        let gateway = gateways.get(ip).map_or("no gateway: wrong!", String::as_str);
         table.row([
             ip.to_string(),
             gateway.to_owned(),

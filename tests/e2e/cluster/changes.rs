@@ -67,6 +67,11 @@ fn address_reused(world: &InstalledCluster) -> Result<()> {
         lab::cluster::POD_IMAGE
     ))?;
     let heir = world.cluster.deployed("heir", 1)?;
-    ensure!(heir[0].ip == old.ip, "{} is not {}: the test tests nothing", heir[0].ip, old.ip);
+    ensure!(
+        heir[0].ip == old.ip,
+        "{} is not {}: the address was not reused, so the test proves nothing",
+        heir[0].ip,
+        old.ip
+    );
     world.wait_sources(&heir[0], 0, &[world.plain(&old.node)])
 }

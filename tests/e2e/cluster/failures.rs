@@ -155,7 +155,7 @@ impl Load {
         let mut external = None;
         for capture in self.captures {
             let trace = capture.finish()?;
-            let strangers = trace.strangers_towards(self.target.ip(), &egress(HOSTS));
+            let strangers = trace.unexpected_sources_towards(self.target.ip(), &egress(HOSTS));
             ensure!(strangers.is_empty(), "packets with other addresses: {strangers:?}");
             external.get_or_insert(trace);
         }
@@ -190,7 +190,7 @@ fn one_answers(trace: &Trace, address: IpAddr) -> Result<()> {
     let mut settled: Vec<&Term> = all.iter().filter(|term| term.to - term.from >= SETTLED).collect();
     settled.dedup_by(|next, last| next.mac == last.mac);
     let who: Vec<[u8; 6]> = settled.iter().map(|term| term.mac).collect();
-    ensure!(who.len() == 3 && who[0] == who[2], "{address} was answered for in turn by {who:02x?}");
+    ensure!(who.len() == 3 && who[0] == who[2], "{who:02x?} answered for {address} in turn");
     let moved = settled[1].from;
     let contested: Duration = all
         .iter()
@@ -199,9 +199,11 @@ fn one_answers(trace: &Trace, address: IpAddr) -> Result<()> {
         .sum();
     let silent = all.windows(2).filter(|pair| pair[0].from >= moved).map(|pair| pair[1].from - pair[0].to).max();
     let silent = silent.unwrap_or_default();
-    eprintln!("{address}: since it moved two answered for {contested:?} in all, and nobody for {silent:?} at most");
+    eprintln!(
+        "{address}: after the move, two gateways answered for {contested:?} in all, and none for at most {silent:?}"
+    );
     ensure!(contested <= CONTESTED, "two gateways answered for {contested:?}");
-    ensure!(silent <= UNANSWERED, "nobody answered for {silent:?}");
+    ensure!(silent <= UNANSWERED, "no gateway answered for {silent:?}");
     Ok(())
 }
 
@@ -295,7 +297,7 @@ fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     load.progress()?;
     let mut after = world.owners()?;
     after.retain(|address, _| before.contains_key(address));
-    ensure!(before == after, "something moved while no gateway could be seen: {before:?} {after:?}");
+    ensure!(before == after, "an egress IP moved while no controller could see the gateways: {before:?} {after:?}");
     let pauses: Vec<Duration> =
         load.clients.iter().flat_map(|clients| clients.connections()).map(|one| one.longest_pause).collect();
     eprintln!("the_api_server_is_away: longest pause {:?}", pauses.iter().max());
@@ -305,15 +307,12 @@ fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
         let terms = terms(&trace, address);
         let who: BTreeSet<[u8; 6]> =
             terms.iter().filter(|term| term.to - term.from >= SETTLED).map(|term| term.mac).collect();
-        ensure!(
-            who.len() == 1,
-            "{address} was answered for by {who:02x?}, not only by {owner}, while nobody could plan"
-        );
+        ensure!(who.len() == 1, "{who:02x?} answered for {address}, not only {owner}, while no controller could plan");
     }
     let answers = trace.packets().iter().filter(|packet| packet.claim().is_some_and(|(claimed, _)| claimed == address));
     let times: Vec<Instant> = answers.map(|packet| packet.at).collect();
     let silent = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
-    ensure!(silent <= UNANSWERED, "nobody answered for {address} for {silent:?}");
+    ensure!(silent <= UNANSWERED, "no gateway answered for {address} for {silent:?}");
     Ok(())
 }
 

@@ -14,10 +14,10 @@ use crate::Test;
 use crate::world::{InstalledCluster, PATIENCE, egress};
 
 pub const TESTS: &[Test] = &[
-    ("install::beside_flannel_what_pods_say_to_each_other_is_left_alone", flannel_is_left_alone),
+    ("install::beside_flannel_traffic_between_pods_is_left_alone", flannel_is_left_alone),
     ("install::an_agent_may_not_write_for_another_node", an_agent_may_not_write_for_another_node),
     ("install::the_daemonset_is_rolled_under_load", the_daemonset_is_rolled_under_load),
-    ("install::a_job_says_beforehand_that_the_cluster_will_do", a_job_says_that_the_cluster_will_do),
+    ("install::a_job_reports_beforehand_that_the_cluster_is_suitable", a_job_says_that_the_cluster_will_do),
     ("install::every_right_is_used_and_none_is_missing", every_right_is_used_and_none_is_missing),
     // This test removes rights before agents, so refusals after that are no failures.
     ("install::uninstalling_leaves_every_node_clean_and_keeps_the_logs", uninstalling_leaves_every_node_clean),
@@ -33,8 +33,8 @@ fn a_job_says_that_the_cluster_will_do(world: &InstalledCluster) -> Result<()> {
     kubectl(&["delete", "-f", &file, "--wait=true"])?;
     let (_, said) = (waited?, said?);
     ensure!(said.contains("Kubernetes 1.") && said.contains("0 failures"), "{said}");
-    // Before Kubernetes 1.33, nothing names the network of Services.
-    let unnamed = said.contains("Kubernetes 1.32") && said.contains("nothing names the network of Services");
+    // Before Kubernetes 1.33, no object names the network of Services.
+    let unnamed = said.contains("Kubernetes 1.32") && said.contains("no object names the network of Services");
     ensure!(said.contains("Services are in 10.96.0.0/16") || unnamed, "{said}");
     ensure!(!said.contains("access"), "{said}");
     Ok(())
@@ -79,7 +79,10 @@ fn leaves_every_node_clean(world: &InstalledCluster, uninstall: impl FnOnce() ->
     world.wait_sources(&pods[0], 0, &egress([10, 11]))?;
     let nodes: Vec<&str> = world.cluster.nodes().iter().map(|node| node.name.as_str()).collect();
     for node in &nodes {
-        ensure!(left_on(world, node, LEFT)?.contains("/sys/fs/bpf/spillway"), "{node}: the test looks for nothing");
+        ensure!(
+            left_on(world, node, LEFT)?.contains("/sys/fs/bpf/spillway"),
+            "{node}: the test sees no trace of Spillway while it is installed"
+        );
     }
     uninstall()?;
     let look = || nodes.iter().map(|node| Ok((*node, left_on(world, node, LEFT)?))).collect::<Result<BTreeMap<_, _>>>();
@@ -132,7 +135,7 @@ fn leaves_pods_and_services_alone(world: &InstalledCluster) -> Result<()> {
     }
     drop(server);
     for capture in captures {
-        let strangers = capture.finish()?.strangers_towards(target.ip(), &egress([10, 11]));
+        let strangers = capture.finish()?.unexpected_sources_towards(target.ip(), &egress([10, 11]));
         ensure!(strangers.is_empty(), "packets with other addresses: {strangers:?}");
     }
     Ok(())
@@ -201,7 +204,7 @@ fn the_daemonset_is_rolled_under_load(world: &InstalledCluster) -> Result<()> {
     ensure!(during.len() == 1 && during.values().ne(before.values()), "not another image: {before:?} {during:?}");
     clients.iter().try_for_each(|clients| clients.wait_progress(5, PATIENCE))?;
     roll(world, before.keys().next().context("no agent runs")?)?;
-    ensure!(agents(world)? == before, "not the image of before");
+    ensure!(agents(world)? == before, "not the previous image");
     for clients in &clients {
         clients.wait_progress(5, PATIENCE)?;
     }
@@ -215,7 +218,7 @@ fn the_daemonset_is_rolled_under_load(world: &InstalledCluster) -> Result<()> {
         ensure!(report.failures() == 0, "of {} new connections {:?}", report.opened, report.failed);
     }
     for capture in captures {
-        let strangers = capture.finish()?.strangers_towards(target.ip(), &egress(10..=12));
+        let strangers = capture.finish()?.unexpected_sources_towards(target.ip(), &egress(10..=12));
         ensure!(strangers.is_empty(), "packets with other addresses: {strangers:?}");
     }
     Ok(())
@@ -265,7 +268,7 @@ fn every_right_is_used_and_none_is_missing(world: &InstalledCluster) -> Result<(
     for account in ["spillway-agent", "spillway-controller"] {
         let look = || {
             let (used, refused) = used(world, account)?;
-            ensure!(refused.is_empty(), "{account} may not: {refused:?}");
+            ensure!(refused.is_empty(), "{account} was refused: {refused:?}");
             let granted = granted(world, account)?;
             Ok(granted.difference(&used).cloned().collect::<Vec<_>>())
         };

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use lab::cluster::{ClusterPod, SERVERS};
-use lab::traffic::{ConnectRate, ServerMode, TcpServer, UdpClients, UdpOptions, UdpServer, syns_repeated};
+use lab::traffic::{ConnectRate, ServerMode, TcpServer, UdpClients, UdpOptions, UdpServer, syns_retransmitted};
 use lab::{wait_for, wait_until};
 
 use crate::Test;
@@ -41,8 +41,8 @@ impl Load {
     /// Runs a step, and checks that no packet was lost from its beginning to its end.
     fn during(&self, what: &str, step: impl FnOnce() -> Result<()>) -> Result<()> {
         let rate = ConnectRate { per_second: 100, timeout: BEFORE_SECOND_SYN, ..ConnectRate::default() };
-        let syns_repeated = || self.pods.iter().map(|pod| syns_repeated(&pod.ns)).sum::<Result<u64>>();
-        let before = syns_repeated()?;
+        let syns_retransmitted = || self.pods.iter().map(|pod| syns_retransmitted(&pod.ns)).sum::<Result<u64>>();
+        let before = syns_retransmitted()?;
         let rates = self.pods.iter().map(|pod| rate.start(&pod.ns, self.target)).collect::<Result<Vec<_>>>()?;
         step().with_context(|| what.to_owned())?;
         let mut opened = 0;
@@ -51,7 +51,7 @@ impl Load {
             ensure!(report.failures() == 0, "{what}: of {} new connections: {:?}", report.opened, report.failed);
             opened += report.opened;
         }
-        let again = syns_repeated()? - before;
+        let again = syns_retransmitted()? - before;
         ensure!(again == 0, "{what}: {again} SYNs were retransmitted");
         let answered: Result<Vec<u64>> = self.questions.iter().map(UdpClients::all_answered).collect();
         let answered =

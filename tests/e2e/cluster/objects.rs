@@ -6,16 +6,16 @@ use crate::Test;
 use crate::world::{InstalledCluster, PATIENCE, egress};
 
 pub const TESTS: &[Test] = &[
-    ("objects::kubectl_tells_the_whole_story", kubectl_tells_the_whole_story),
+    ("objects::kubectl_shows_states_addresses_owners_and_events", kubectl_shows_states_addresses_owners_and_events),
     ("objects::bad_objects_are_refused_with_a_remedy", bad_objects_are_refused_with_a_remedy),
-    ("objects::an_object_of_the_version_before_is_carried_out_as_it_is", alpha_objects),
+    ("objects::object_of_the_previous_version_takes_effect_unchanged", alpha_objects),
     ("objects::a_pool_that_is_exhausted_says_so_until_addresses_come_free", exhaustion),
     ("objects::every_example_applies_and_is_in_force", every_example_applies_and_is_in_force),
     ("objects::tenant_a_team_writes_its_own_policy", tenant_a_team_writes_its_own_policy),
     ("objects::fifty_policies_of_one_address_are_ten_on_each_of_five_gateways", fifty_policies),
 ];
 
-fn kubectl_tells_the_whole_story(world: &InstalledCluster) -> Result<()> {
+fn kubectl_shows_states_addresses_owners_and_events(world: &InstalledCluster) -> Result<()> {
     let pods = world.deploy("web", 2)?;
     world.pool("public", 10, 12)?;
     world.policy("web", "web", "203.0.113.0/24", 3)?;

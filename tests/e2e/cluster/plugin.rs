@@ -19,7 +19,7 @@ use crate::world::{InstalledCluster, PATIENCE, egress};
 pub const TESTS: &[Test] = &[
     ("plugin::all_nodes_are_asked_from_where_kubectl_works", all_nodes_are_asked),
     ("plugin::what_flows_is_shown_and_traced_on_all_nodes", what_flows_is_shown),
-    ("plugin::promises_of_policies_are_tested_by_pods_and_a_server_outside", promises_are_tested),
+    ("plugin::connectivity_test_checks_each_policy_against_an_outside_server", promises_are_tested),
 ];
 
 /// The plugin in a directory of PATH, as users install it.

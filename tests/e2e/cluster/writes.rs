@@ -15,7 +15,7 @@ use crate::world::InstalledCluster;
 
 pub const TESTS: &[Test] = &[
     ("writes::a_cluster_at_rest_renews_the_leases_of_carriers_and_nothing_else", at_rest),
-    ("writes::a_pod_on_a_node_that_has_none_of_its_application_costs_one_write_and_its_count", a_pod_more),
+    ("writes::first_pod_of_an_application_on_a_node_costs_one_write_and_its_count", a_pod_more),
     ("writes::agents_follow_the_objects_of_gateways_and_their_own_and_gateways_follow_all", agents_follow),
 ];
 

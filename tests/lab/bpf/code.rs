@@ -78,7 +78,7 @@ pub(crate) fn load_as(kind: u32, code: &[u64]) -> Result<OwnedFd> {
     attr.u32(4, code.len() as u32);
     attr.u64(8, code.as_ptr() as u64);
     attr.u64(16, c"GPL".as_ptr() as u64);
-    attr.call_fd(PROG_LOAD).context("a program of the lab cannot be loaded")
+    attr.call_fd(PROG_LOAD).context("cannot load a program of the lab")
 }
 
 /// `union bpf_attr`.

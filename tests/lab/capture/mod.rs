@@ -84,7 +84,7 @@ impl Capture {
         let place = self.place.clone();
         let (trace, dropped) = self.finish_lossy()?;
         if dropped > 0 {
-            bail!("the capture on {place} lost {dropped} packets, so nothing follows from the others");
+            bail!("the capture on {place} lost {dropped} packets, so the others prove nothing");
         }
         Ok(trace)
     }
@@ -95,7 +95,7 @@ impl Capture {
         let trace = self.finish()?;
         let found = trace.filter(unwanted);
         if let [first, ..] = found.packets() {
-            bail!("{what} on {place}: {} packets, the first one of them: {first:?}", found.packets().len());
+            bail!("{what} on {place}: {} packets, the first: {first:?}", found.packets().len());
         }
         Ok(trace)
     }

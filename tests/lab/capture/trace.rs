@@ -102,7 +102,7 @@ impl Trace {
     }
 
     /// Returns the source addresses towards `target` that are not among `allowed`, each with its packet count and first packet.
-    pub fn strangers_towards(&self, target: IpAddr, allowed: &[IpAddr]) -> BTreeMap<IpAddr, (usize, Packet)> {
+    pub fn unexpected_sources_towards(&self, target: IpAddr, allowed: &[IpAddr]) -> BTreeMap<IpAddr, (usize, Packet)> {
         let mut strangers = BTreeMap::new();
         for (source, count) in self.sources_towards(target) {
             if allowed.contains(&source) {

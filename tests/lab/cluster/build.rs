@@ -186,8 +186,7 @@ pub fn missing() -> Vec<String> {
         }
     }
     if !Path::new("/sys/fs/cgroup/freezer").exists() {
-        missing
-            .push("cgroup v1, which the nodes are set up for: boot with systemd.unified_cgroup_hierarchy=0".to_owned());
+        missing.push("cgroup v1, which the nodes require: boot with systemd.unified_cgroup_hierarchy=0".to_owned());
     }
     missing
 }

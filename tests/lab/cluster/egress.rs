@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_egress_ip_is_read_with_and_without_an_owner() {
+    fn egress_ips_parse_with_and_without_owner() {
         let spec = json!({"address": "192.0.2.10", "pool": "public", "policies": [{"policy": "web", "weight": 1}]});
         let free = EgressIp { address: [192, 0, 2, 10].into(), node: None, epoch: 0, policies: vec!["web".to_owned()] };
         assert_eq!(EgressIp::of(&json!({"spec": spec})).unwrap(), Some(free.clone()));

@@ -125,7 +125,7 @@ impl Cluster {
     pub fn freeze_api_server(&self, frozen: bool) -> Result<()> {
         let pid: i32 = fs::read_to_string(self.dir.join("apiserver.pid"))?.trim().parse()?;
         let signal = if frozen { Signal::SIGSTOP } else { Signal::SIGCONT };
-        kill(Pid::from_raw(pid), signal).context("the API server cannot be frozen or thawed")
+        kill(Pid::from_raw(pid), signal).context("cannot freeze or thaw the API server")
     }
 
     /// Returns the beginning of the command line of a node's first process: the script and its first arguments.
@@ -190,11 +190,11 @@ impl Cluster {
         let mut command = self.netns(name)?.command("/bin/bash");
         command.args(["-c", &script]);
         self.start(name, command)?;
-        self.give_pods(node)
+        self.assign_pod_network(node)
     }
 
     /// Assigns the pods' network to a node: the CNI's configuration is written before Kubernetes could choose a network.
-    fn give_pods(&self, node: &ClusterNode) -> Result<()> {
+    fn assign_pod_network(&self, node: &ClusterNode) -> Result<()> {
         let patch = format!("{{\"spec\":{{\"podCIDR\":\"{0}\",\"podCIDRs\":[\"{0}\"]}}}}", node.pods());
         wait_for(&format!("{} registers", node.name), PATIENCE, || {
             Ok(self.kubectl(&["patch", "node", &node.name, "-p", &patch]).is_ok())
@@ -244,7 +244,7 @@ impl Cluster {
     pub fn on_node(&self, name: &str) -> Result<Command> {
         let outer: u32 = fs::read_to_string(self.dir.join(format!("{name}.pid")))?.trim().parse()?;
         let children = fs::read_to_string(format!("/proc/{outer}/task/{outer}/children"))?;
-        let Some(init) = children.split_whitespace().next() else { bail!("{name} does not run") };
+        let Some(init) = children.split_whitespace().next() else { bail!("{name} is not running") };
         let mut command = Command::new("nsenter");
         command.args(["-t", init, "-m", "-p", "-n", "-u", "-i"]).env("PATH", self.path());
         Ok(command)

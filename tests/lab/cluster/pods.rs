@@ -71,7 +71,7 @@ impl Cluster {
 fn pod_namespace(pod: &str) -> Result<NetNs> {
     match processes_with(&format!("HOSTNAME={pod}"))?.first() {
         Some(process) => NetNs::open_file(pod, &process.join("ns/net")),
-        None => bail!("no process of pod {pod} is found"),
+        None => bail!("found no process of pod {pod}"),
     }
 }
 

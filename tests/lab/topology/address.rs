@@ -72,26 +72,32 @@ pub const FAR: [&str; 2] = ["198.51.100.0/24", "2001:db8:51::/64"];
 pub const PODS: [&str; 2] = ["10.244.0.0/16", "fd00:10:244::/48"];
 
 /// Returns the number whose hexadecimal digits are the decimal digits of `number`.
-fn look_alike(number: u8) -> u16 {
+fn decimal_digits_as_hex(number: u8) -> u16 {
     let (hundreds, tens, ones) = (number / 100, number / 10 % 10, number % 10);
     u16::from(hundreds) << 8 | u16::from(tens) << 4 | u16::from(ones)
 }
 
 /// Returns the addresses of host `number` of the underlay.
 pub fn underlay(number: u8) -> Dual {
-    Dual { v4: Ipv4Addr::new(10, 88, 0, number), v6: Ipv6Addr::new(0xfd88, 0, 0, 0, 0, 0, 0, look_alike(number)) }
+    Dual {
+        v4: Ipv4Addr::new(10, 88, 0, number),
+        v6: Ipv6Addr::new(0xfd88, 0, 0, 0, 0, 0, 0, decimal_digits_as_hex(number)),
+    }
 }
 
 /// Returns the addresses of host `number` of the external segment: `external(10)` is 192.0.2.10 and 2001:db8:2::10.
 pub fn external(number: u8) -> Dual {
-    Dual { v4: Ipv4Addr::new(192, 0, 2, number), v6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, look_alike(number)) }
+    Dual {
+        v4: Ipv4Addr::new(192, 0, 2, number),
+        v6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, decimal_digits_as_hex(number)),
+    }
 }
 
 /// Returns the addresses of host `number` of the network behind the router.
 pub fn far(number: u8) -> Dual {
     Dual {
         v4: Ipv4Addr::new(198, 51, 100, number),
-        v6: Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, look_alike(number)),
+        v6: Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, decimal_digits_as_hex(number)),
     }
 }
 
@@ -108,7 +114,7 @@ pub fn crowd(number: u16) -> Dual {
 pub fn pod(node: u8, number: u8) -> Dual {
     Dual {
         v4: Ipv4Addr::new(10, 244, node, number),
-        v6: Ipv6Addr::new(0xfd00, 0x10, 0x244, look_alike(node), 0, 0, 0, look_alike(number)),
+        v6: Ipv6Addr::new(0xfd00, 0x10, 0x244, decimal_digits_as_hex(node), 0, 0, 0, decimal_digits_as_hex(number)),
     }
 }
 

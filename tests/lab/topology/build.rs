@@ -133,7 +133,7 @@ impl Builder {
             return skip::record(thread::current().name().unwrap_or("a test"), &reason);
         }
         let _share = machine::take(self.settings.alone).unwrap_or_else(|error| panic!("{error:?}"));
-        let mut lab = self.build().unwrap_or_else(|error| panic!("the lab cannot be built: {error:?}"));
+        let mut lab = self.build().unwrap_or_else(|error| panic!("cannot build the lab: {error:?}"));
         // A panic, unlike a returned error, lets the lab know that it is dropped because of a failure.
         test(&mut lab).unwrap_or_else(|error| panic!("{error:?}"));
     }
@@ -161,7 +161,7 @@ impl Builder {
         jobs.push(Box::new(|| set_up_router(&router, &nodes, !ports[2].is_empty())));
         all(jobs)?;
         if settings.cards {
-            like_cards([&underlay, &external, &router], &nodes, &servers, &ports, settings.vlan_devices)?;
+            resemble_cards([&underlay, &external, &router], &nodes, &servers, &ports, settings.vlan_devices)?;
         }
         for (segment, ports) in [(&underlay, &ports[0]), (&external, &ports[1]), (&router, &ports[2])] {
             segment.wait_running(ports)?;
@@ -338,7 +338,7 @@ fn make_links(
 }
 
 /// Implements [`Builder::cards`].
-fn like_cards(
+fn resemble_cards(
     segments: [&NetNs; 3],
     nodes: &BTreeMap<String, LabNode>,
     servers: &BTreeMap<String, Server>,
@@ -362,10 +362,10 @@ fn like_cards(
         for (interface, segment, port) in links {
             node.ns.set_offload(interface, false)?;
             segment.set_offload(&port, false)?;
-            node.ns.show_tags(interface)?;
-            segment.show_tags(&port)?;
+            node.ns.keep_tags_in_frames(interface)?;
+            segment.keep_tags_in_frames(&port)?;
             if gateway {
-                segment.take_frames(&port)?;
+                segment.accept_xdp_frames(&port)?;
             }
         }
     }

@@ -6,7 +6,7 @@ use super::{Lab, Role};
 use crate::netns::NetNs;
 
 /// In milliseconds: without a carrier, a gateway gives up after 0.15 s, and after 3 s with [`ONE_SECOND`], the kernel's default.
-const GIVE_UP_SOON: &str = "50";
+const SHORT_RETRANSMISSION_MS: &str = "50";
 const ONE_SECOND: &str = "1000";
 
 /// One of the two shared segments.
@@ -47,7 +47,7 @@ impl Lab {
 
     /// Pulls the cable of a node at the segment's bridge: the node's interface loses its carrier.
     pub fn cut(&self, node: &str, segment: Segment) -> Result<()> {
-        self.ask_neighbours_each(node, segment, GIVE_UP_SOON)?;
+        self.set_neighbour_retransmission(node, segment, SHORT_RETRANSMISSION_MS)?;
         self.segment(segment).ip(&[format!("link set {node} down")])
     }
 
@@ -55,13 +55,13 @@ impl Lab {
     pub fn heal(&self, node: &str, segment: Segment) -> Result<()> {
         self.segment(segment).ip(&[format!("link set {node} up")])?;
         self.segment(segment).wait_running(&[node])?;
-        self.ask_neighbours_each(node, segment, ONE_SECOND)
+        self.set_neighbour_retransmission(node, segment, ONE_SECOND)
     }
 
     /// Sets the interval in milliseconds at which a gateway repeats a neighbour request at its uplink; after three
     /// requests it drops the packets queued for the answer. All nodes share one kernel here: the sender's TCP sees that
     /// its packet is still queued, and does not retransmit it.
-    fn ask_neighbours_each(&self, node: &str, segment: Segment, milliseconds: &str) -> Result<()> {
+    fn set_neighbour_retransmission(&self, node: &str, segment: Segment, milliseconds: &str) -> Result<()> {
         match self.nodes.get(node) {
             Some(node) if node.external.is_some() && segment == Segment::External => {
                 let keys = ["net.ipv4.neigh.ext0.retrans_time_ms", "net.ipv6.neigh.ext0.retrans_time_ms"];

@@ -16,7 +16,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Opens a connection from `client` to `target` in `server`. The server sends a byte and then immediately a reset,
 /// before the client acknowledges the byte. Returns the client's address and port.
-pub fn reset_behind_data(client: &NetNs, server: &NetNs, target: SocketAddr) -> Result<SocketAddr> {
+pub fn reset_after_data(client: &NetNs, server: &NetNs, target: SocketAddr) -> Result<SocketAddr> {
     let listener = server.run(|| bind(target, std::net::TcpListener::bind))?;
     let mut near = client.run(|| Ok(TcpStream::connect_timeout(&target, TIMEOUT)?))?;
     // Delay acknowledgements until there is data to send.

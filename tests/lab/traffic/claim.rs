@@ -72,7 +72,7 @@ impl Asker {
         let frames: Vec<Vec<u8>> = addresses.iter().map(frame).collect();
         let _thread = Background::start(ns, "asker", move |stop| {
             while stop.rest(interval) {
-                frames.iter().try_for_each(|frame| send_frame(index, frame)).context("cannot ask")?;
+                frames.iter().try_for_each(|frame| send_frame(index, frame)).context("cannot send an ARP request")?;
             }
             Ok(())
         })?;

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::{
     ConnectRate, ConnectionReport, RateReport, RunningRate, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients,
-    UdpFlowReport, UdpOptions, UdpServer, syns_repeated,
+    UdpFlowReport, UdpOptions, UdpServer, syns_retransmitted,
 };
 use crate::netns::NetNs;
 use crate::topology::{Family, Server};
@@ -103,8 +103,8 @@ impl Mixed {
     }
 
     /// Returns the number of SYNs that the pods have retransmitted so far.
-    pub fn syns_repeated(&self) -> Result<u64> {
-        self.pods.iter().map(syns_repeated).sum()
+    pub fn syns_retransmitted(&self) -> Result<u64> {
+        self.pods.iter().map(syns_retransmitted).sum()
     }
 
     /// Returns the number of streams that are closed, corrupt or without an arrival for `silent`, and of such datagram flows.

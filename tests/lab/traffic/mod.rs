@@ -25,7 +25,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub use self::abort::reset_behind_data;
+pub use self::abort::reset_after_data;
 pub use self::blast::{BlastReport, Blaster, UdpSink};
 pub use self::bulk::{BulkReport, BulkServer, Direction, bulk};
 pub use self::claim::{Asker, send_claim};
@@ -36,7 +36,7 @@ pub use self::mixed::{Mixed, Pauses};
 pub(crate) use self::ping::set_int;
 pub use self::ping::{Ping, PingReport, ping};
 pub use self::query::{AnswerServer, Queries, QueryReport};
-pub use self::rate::{ConnectRate, RateReport, RunningRate, syns_repeated};
+pub use self::rate::{ConnectRate, RateReport, RunningRate, syns_retransmitted};
 pub use self::tcp::{
     ConnectionReport, ConnectionState, ServerMode, TcpClients, TcpOptions, TcpServer, source_at, undelivered,
 };

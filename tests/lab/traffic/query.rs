@@ -57,7 +57,7 @@ fn answer_one(socket: &UdpSocket) -> Result<bool> {
         match recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut buffers, Some(&mut control), MsgFlags::empty()) {
             Ok(message) => message,
             Err(Errno::EAGAIN) => return Ok(false),
-            Err(error) => return Err(error).context("receiving a question"),
+            Err(error) => return Err(error).context("receiving a query"),
         };
     let (length, peer) = (message.bytes, message.address.context("a query without a sender")?);
     let here = message.cmsgs()?.find_map(|one| match one {
@@ -126,7 +126,7 @@ impl Queries {
                 match socket.send_to(&[0x51; SIZE], targets[turn % targets.len()]) {
                     Ok(_) => report.sent += 1,
                     Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                    Err(error) => return Err(error).context("asking"),
+                    Err(error) => return Err(error).context("sending a query"),
                 }
             }
             let ready = epoll.wait(&mut events, EpollTimeout::from(1u8)).context("epoll")?;

@@ -325,7 +325,7 @@ impl End {
     ) -> Result<Vec<ConnectionReport>> {
         let seen = || {
             let begun = self.shared.wanted.load(Ordering::Relaxed) == 0;
-            ensure!(begun, "connections have not begun");
+            ensure!(begun, "connections have not been started");
             Ok(Seen(self.shared.reports()))
         };
         wait_until(what, timeout, seen, |Seen(all)| good(all)).map(|Seen(all)| all)
@@ -342,7 +342,7 @@ impl End {
         };
         let all = self.wait(&what, timeout, |all| before.iter().zip(all).all(moved))?;
         let ended = before.iter().zip(&all).find(|(before, now)| open(before) && !open(now));
-        ensure!(ended.is_none(), "{what}: one has ended: {ended:?}");
+        ensure!(ended.is_none(), "{what}: a connection has ended: {ended:?}");
         Ok(())
     }
 

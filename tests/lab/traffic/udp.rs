@@ -165,7 +165,7 @@ pub struct UdpFlowReport {
 }
 
 /// The time after which a datagram or its answer counts as lost.
-const ON_THE_WAY: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 struct ClientShared {
@@ -236,7 +236,7 @@ impl UdpClients {
     /// was lost.
     pub fn all_answered(&self) -> Result<u64> {
         self.set_sending(false);
-        let flows = self.wait("an answer to each datagram", ON_THE_WAY, |flows| {
+        let flows = self.wait("an answer to each datagram", ANSWER_TIMEOUT, |flows| {
             flows.iter().all(|flow| flow.received == flow.sent && flow.errors.is_empty())
         })?;
         self.set_sending(true);

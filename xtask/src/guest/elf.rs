@@ -24,7 +24,7 @@ const PROGRAMS: [(&[u8], &str, &[&str]); 3] = [
 pub fn from_bzimage(image: &[u8]) -> Result<Vec<u8>> {
     let payload = payload(image).context("the kernel image has no payload: it is not a bzImage")?;
     let Some((_, program, args)) = PROGRAMS.into_iter().find(|(magic, ..)| payload.starts_with(magic)) else {
-        bail!("the kernel image is compressed by something that is neither LZ4, XZ nor zstd");
+        bail!("the kernel image is compressed with something other than LZ4, XZ or zstd");
     };
     let mut child = Command::new(program)
         .args(args)
@@ -40,7 +40,7 @@ pub fn from_bzimage(image: &[u8]) -> Result<Vec<u8>> {
     let kernel = child.wait_with_output().with_context(|| format!("cannot read from {program}"))?.stdout;
     let _ = feeder.join();
     if !kernel.starts_with(b"\x7fELF") {
-        bail!("{program} makes no ELF image of the kernel");
+        bail!("{program} did not produce an ELF image of the kernel");
     }
     Ok(kernel)
 }

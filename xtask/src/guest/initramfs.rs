@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_has_its_empty_directories_and_those_of_its_files() {
+    fn file_system_has_empty_directories_and_the_directories_of_its_files() {
         let root = std::env::temp_dir().join(format!("xtask-initramfs-{}", std::process::id()));
         let made = Initramfs::new(&root, &["proc"]).unwrap();
         made.link("bin/sh", "busybox").unwrap();

@@ -92,7 +92,7 @@ impl Kernel {
         let modules = modules.iter().find(|dir| dir.is_dir()).context("the packages hold no modules")?;
         let release = only_entry(modules)?;
         if !release.starts_with(&format!("{}.", self.version())) {
-            bail!("Debian has Linux {release} where {} was asked for", self.version());
+            bail!("Debian has Linux {release} instead of {}", self.version());
         }
         fs::create_dir_all(root.join("lib")).context("cannot create the folder of modules")?;
         fs::rename(modules, root.join("lib/modules")).context("cannot move the modules")?;
@@ -150,7 +150,7 @@ impl Kernel {
             }
         }
         if found.is_empty() {
-            bail!("Debian's package {} names no kernel {}", self.package(), self.version());
+            bail!("Debian's package {} depends on no kernel {}", self.package(), self.version());
         }
         Ok(found)
     }

@@ -80,7 +80,7 @@ const LOADING: &[&str] = &["datapath::tests::clsact", "datapath::tests::load", "
 /// The options of the unit tests. They skip measurements for which an emulated machine is too slow.
 const OPTIONS: &[&str] = &[
     "--skip",
-    "a_million_idle_flows",
+    "collector_expires_a_million_flows",
     "--skip",
     "forwards_only_what_the_tc_program",
     "--skip",

@@ -69,7 +69,7 @@ fn read(text: &str) -> Counts {
 
 fn write(counts: &Counts) -> String {
     let mut text =
-        "# Instructions that the verifier looks at: kernel, program, count. Written by `cargo xtask test --bless`.\n"
+        "# Instructions that the verifier processes: kernel, program, count. Written by `cargo xtask test --bless`.\n"
             .to_owned();
     for ((version, program), count) in counts {
         let _ = writeln!(text, "{version} {program} {count}");

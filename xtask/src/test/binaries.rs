@@ -93,7 +93,7 @@ pub fn build() -> Result<Vec<Binary>> {
     if status.is_none_or(|status| !status.success()) {
         step.end("✗", "failed");
         eprintln!("{}", messages.join("\n"));
-        bail!("something does not build; see above");
+        bail!("the build failed; see above");
     }
     step.end("✓", "");
     binaries.sort();

@@ -88,7 +88,7 @@ impl Schedule {
     fn allows(self, what: &str, tally: &mut Tally) -> bool {
         let late = self.late.is_some_and(|late| Instant::now() > late);
         if late {
-            tally.skip(what, &format!("not begun: the run has taken more than {} minutes", LATE.as_secs() / 60));
+            tally.skip(what, &format!("not started: the run has taken more than {} minutes", LATE.as_secs() / 60));
         }
         !late
     }
@@ -141,7 +141,7 @@ fn run_all(args: &Args, tally: &mut Tally) -> Result<()> {
         run_jobs(&others, schedule, &Environment::new(), tally);
         (behind.map(|thread| thread.join()), on_cluster.join())
     });
-    let panicked = |_| anyhow!("the work beside the tests in the labs has panicked");
+    let panicked = |_| anyhow!("the work concurrent with the tests in the labs has panicked");
     tally.add(on_cluster.map_err(panicked)?);
     if let Some(behind) = behind {
         tally.add(behind.map_err(panicked)??);
@@ -289,7 +289,7 @@ fn cluster_programs(args: &Args) -> Result<Programs> {
         return cluster::build(args.kubernetes.unwrap_or_default()).map(Programs::Built);
     }
     if workspace::in_ci() {
-        bail!("the tests on a Kubernetes need:\n- {}", missing.join("\n- "));
+        bail!("the tests on Kubernetes need:\n- {}", missing.join("\n- "));
     }
     Ok(Programs::Lacking(missing.join("; ")))
 }
@@ -313,7 +313,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_late_run_leaves_out_counts_as_skipped() {
+    fn late_run_counts_omitted_work_as_skipped() {
         let (now, mut tally) = (Instant::now(), Tally::default());
         assert!(Schedule { late: None }.allows("a guest", &mut tally));
         assert!(Schedule { late: Some(now + LATE) }.allows("a guest", &mut tally));

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_without_disk_space_is_refused_with_figures_and_a_remedy() {
+    fn run_without_enough_disk_space_is_refused_with_sizes_and_a_remedy() {
         let judge = |used: u64, built: bool, free: u64| {
             judge(used * GIGABYTE, built, free * GIGABYTE, Path::new("/t")).map_err(|error| error.to_string())
         };

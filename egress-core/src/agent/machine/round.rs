@@ -125,8 +125,8 @@ impl Machine {
         if let Some((ip, several)) = claimed.first_key_value() {
             let names = several.iter().filter_map(|index| Some(facts.links.links.get(index)?.name.as_str()));
             self.outcome.errors.push(format!(
-                "{} addresses of pods are behind several interfaces, {ip} behind {}: find the pod that has given itself the address of another \
-                 one, and take CAP_NET_ADMIN from it; only an interface that an address was behind before counts",
+                "{} pod addresses are behind several interfaces, e.g. {ip} behind {}: find the pod that has given itself the address of another \
+                 one, and remove CAP_NET_ADMIN from it; meanwhile only the interface that an address was behind before counts",
                 claimed.len(),
                 names.collect::<Vec<_>>().join(" and ")
             ));

@@ -180,7 +180,7 @@ fn pod(name: &str, ips: &[&str]) -> Endpoint {
 }
 
 #[test]
-fn a_round_writes_before_it_announces_and_tells_at_the_end() {
+fn round_writes_before_it_announces_and_publishes_at_the_end() {
     let mut shell = Shell::new(&FactsFixture::new());
     let order = [
         "FindInterfaces",
@@ -202,7 +202,7 @@ fn a_round_writes_before_it_announces_and_tells_at_the_end() {
 }
 
 #[test]
-fn tables_that_failed_to_be_written_are_neither_announced_nor_reported() {
+fn egress_ips_are_neither_announced_nor_reported_if_the_write_fails() {
     let (mut world, own) = (FactsFixture::new(), ip(OWNED[2].0));
     let mut shell = Shell::new(&world);
     shell.fails.insert("Write");
@@ -231,7 +231,7 @@ fn tables_that_failed_to_be_written_are_neither_announced_nor_reported() {
 }
 
 #[test]
-fn hold_rules_come_after_the_programs_and_go_before_them() {
+fn hold_rules_are_added_after_and_removed_before_the_programs_hold() {
     let mut world = FactsFixture::new();
     let mut shell = Shell::new(&world);
     shell.run();
@@ -269,7 +269,7 @@ fn no_hold_rule_exists_where_the_programs_do_not_hold() {
 
 /// `egressctl` shows what is published.
 #[test]
-fn all_that_fails_in_a_round_is_published() {
+fn every_failure_in_a_round_is_published() {
     let world = FactsFixture::new();
     for what in ["MakeStackPath", "MakeShaper", "Attach", "Write", "Advertise", "Forward", "Announce", "KeepLease"] {
         let mut shell = Shell::new(&world);
@@ -289,7 +289,7 @@ fn all_that_fails_in_a_round_is_published() {
 }
 
 #[test]
-fn blocks_are_used_once_their_carrier_says_that_it_knows_them_and_those_in_use_go_on_after_a_restart() {
+fn blocks_are_used_once_the_carrier_knows_them_and_survive_a_restart() {
     let (mut world, address) = (FactsFixture::new(), ip(OWNED[0].0));
     let blocks = |shell: &Shell| shell.views().last().map(|view| view.egress_ips[&address].blocks.clone());
     let left = |carrier: &str| {
@@ -317,7 +317,7 @@ fn blocks_are_used_once_their_carrier_says_that_it_knows_them_and_those_in_use_g
 
 /// docs/failures.md: lapse-order.
 #[test]
-fn lapse_order_others_are_told_of_a_lease_at_once_and_until_a_renewal_is_late() {
+fn lapse_order_lease_is_told_immediately_and_until_its_renewal_is_late() {
     let ms = Duration::from_millis;
     let mut shell = Shell::new(&FactsFixture::new());
     shell.run();
@@ -336,16 +336,16 @@ fn lapse_order_others_are_told_of_a_lease_at_once_and_until_a_renewal_is_late() 
     assert_eq!(told(100, 13_600), Some(8_500));
     assert_eq!(told(200, 13_600), None);
     assert_eq!(told(8_550, 13_600), Some(50));
-    assert_eq!(told(8_650, 13_600), None, "nobody is told");
+    assert_eq!(told(8_650, 13_600), None, "no gateway is told");
     assert_eq!(told(8_700, 22_100), Some(8_400), "it was late");
 }
 
 #[test]
-fn a_gateway_that_stops_says_so_only_where_others_take_over() {
+fn stopping_gateway_says_so_only_if_others_take_over() {
     let (mut world, own) = (FactsFixture::new(), 2);
     let mut shell = Shell::new(&world);
     shell.run();
-    assert!(!shell.machine.handle_stop(shell.now), "nobody else carries its egress IP");
+    assert!(!shell.machine.handle_stop(shell.now), "no other gateway carries its egress IP");
     carried_by(&mut world, own, &["me", "g1"]);
     shell.round(&world);
     assert!(!shell.machine.handle_stop(shell.now), "nothing is known of g1");
@@ -361,7 +361,7 @@ fn a_gateway_that_stops_says_so_only_where_others_take_over() {
 }
 
 #[test]
-fn a_take_over_is_as_long_as_nobody_answered() {
+fn takeover_length_is_the_time_without_an_answer() {
     let (mut world, own) = (FactsFixture::new(), 2);
     carried_by(&mut world, own, &["g1", "me"]);
     let mut shell = Shell::new(&world);

@@ -104,7 +104,7 @@ proptest! {
     }
 
     #[test]
-    fn leases_survive_all_that_happens_around_them(steps in prop::collection::vec((0usize..6, 0usize..7, 0u16..1008), 1..12)) {
+    fn leases_change_holders_only_after_a_release_or_loss(steps in prop::collection::vec((0usize..6, 0usize..7, 0u16..1008), 1..12)) {
         let (mut snapshot, mut health) = public(2, 4);
         let mut before = Plan::default();
         for (n, what, block) in steps {

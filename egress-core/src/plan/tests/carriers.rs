@@ -160,7 +160,7 @@ fn a_gateway_not_asked_for_a_lease_stands_by_and_owns_nothing() {
 }
 
 #[test]
-fn a_carrier_that_has_to_go_stays_until_its_successor_carries_the_address() {
+fn leaving_carrier_stays_until_its_successor_carries_the_address() {
     let (mut snapshot, health) = cluster(3, 1);
     pools(&mut snapshot, &[1]);
     snapshot.pools.values_mut().for_each(|pool| pool.carriers = 1);

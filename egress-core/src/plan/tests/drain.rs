@@ -74,7 +74,7 @@ fn pool_gone_an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no
         assert_eq!(
             message,
             "10.0.0.1 (no longer in the ranges of pool public): no new connections; released when the last one ends, after \
-             3600 s (drainTimeout) at the latest; put it back into ipRanges to keep what is in use"
+             3600 s (drainTimeout) at the latest; put it back into ipRanges to keep the addresses that are in use"
         );
         assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
     }
@@ -173,7 +173,7 @@ fn an_address_of_a_pool_whose_selector_is_unknown_does_not_blame_the_selector() 
 }
 
 #[test]
-fn an_address_that_drains_goes_on_to_while_its_pool_is_unreadable() {
+fn draining_address_keeps_draining_while_its_pool_is_unreadable() {
     let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
     shrink(&mut snapshot);
     let draining = plan(&snapshot, &health, &before);
@@ -184,7 +184,7 @@ fn an_address_that_drains_goes_on_to_while_its_pool_is_unreadable() {
     let message = condition(&after, ConditionKind::Degraded).2;
     assert!(message.contains("10.0.0.1 (no longer in the ranges of pool public)"), "{message}");
     snapshot.policies.clear();
-    assert!(plan(&snapshot, &health, &after).egress_ips.is_empty(), "nobody asks for them any more");
+    assert!(plan(&snapshot, &health, &after).egress_ips.is_empty(), "no policy requests them any more");
 }
 
 #[test]

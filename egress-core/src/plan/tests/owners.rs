@@ -199,7 +199,7 @@ fn drained_and_unselected_gateways_are_left_and_the_last_one_is_kept() {
     assert_eq!(loads(&drained, &snapshot, &health), [0, 4]);
     health.nodes.insert("gw1".into(), lapsed());
     let kept = settle(&snapshot, &health, &drained);
-    assert_eq!(owners(&kept), owners(&drained), "nobody else is eligible");
+    assert_eq!(owners(&kept), owners(&drained), "no other gateway is eligible");
     assert!(kept.egress_ips.values().all(|ip| ip.reason == OwnerReason::OwnerUnhealthy));
     snapshot.nodes.get_mut(&"gw1".into()).unwrap().labels.clear();
     let unselected = settle(&snapshot, &health, &kept);

@@ -63,7 +63,7 @@ fn an_address_that_nobody_asks_for_any_more_stays_with_one_of_its_users() {
 }
 
 #[test]
-fn an_allocated_address_is_not_taken_away_by_who_asks_for_it_later() {
+fn allocated_address_is_not_lost_to_a_later_request_by_name() {
     let (mut snapshot, health) = cluster(3, 1);
     add_policy(&mut snapshot, pools("a", 1, &[]));
     let first = plan(&snapshot, &health, &Plan::default());
@@ -116,7 +116,7 @@ fn addresses_of_nodes_and_routers_are_never_given() {
 }
 
 #[test]
-fn the_address_of_a_router_is_nobodys_and_that_of_a_node_serves_if_an_administrator_says_so() {
+fn router_address_is_never_given_and_node_address_only_to_an_administrator() {
     let (mut snapshot, health) = cluster(3, 1);
     let mut other = pool("other", v4(8, 0, 1), v4(8, 0, 9));
     other.subnet = Some(SubnetInfo { gateway: v4(0, 0, 254), prefix_length: 24, vlan: None });

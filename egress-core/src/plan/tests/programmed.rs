@@ -60,7 +60,7 @@ fn not_yet_nodes_of_the_pods_that_have_another_version_are_behind() {
 }
 
 #[test]
-fn an_agent_that_begins_to_tell_takes_a_full_plan() {
+fn agent_that_starts_reporting_versions_requires_a_full_plan() {
     let (mut snapshot, health) = cluster_with_policy();
     let tells = report(&snapshot, "w1", 0);
     for (before, after) in [(NodeReport::default(), tells.clone()), (tells, NodeReport::default())] {

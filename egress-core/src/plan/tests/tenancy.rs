@@ -46,7 +46,7 @@ fn tenant_a_namespace_uses_pools_that_allow_it() {
     assert_eq!(reason, Reason::NotAllowed);
     assert_eq!(
         message,
-        "pool public is not for namespace other: name another in egressIPPools, or ask who runs the pool to let its \
+        "pool public is not available to namespace other: name another in egressIPPools, or ask the pool's administrator to let its \
          allowedNamespaces select the namespace"
     );
     assert_eq!(condition(&before, "ns/other/web", ConditionKind::Ready).1, Reason::NoAddress);
@@ -71,7 +71,7 @@ fn tenant_the_policies_of_a_namespace_share_its_quota_and_the_older_one_comes_fi
 }
 
 #[test]
-fn tenant_a_policy_with_a_thousand_foreign_addresses_gets_one_short_sentence_and_no_word_of_the_pools_of_others() {
+fn tenant_many_foreign_addresses_get_a_short_message_without_other_pools() {
     let (mut snapshot, health) = world();
     let foreign: Vec<IpAddr> = (0..1000u16).map(|n| v4(7, (n / 250) as u8, (n % 250) as u8)).collect();
     add_policy(&mut snapshot, of_namespace("shop", "web", 1, &foreign));
@@ -92,12 +92,12 @@ fn tenant_a_policy_with_a_thousand_foreign_addresses_gets_one_short_sentence_and
 }
 
 #[test]
-fn tenant_nobody_gets_the_address_of_a_node_or_a_router_by_asking_for_it() {
+fn tenant_cannot_get_the_address_of_a_node_or_router_by_requesting_it() {
     let (mut snapshot, health) = world();
     let (own, router) = (v4(0, 0, 5), v4(0, 0, 254));
     add_policy(&mut snapshot, of_namespace("bank", "thief", 2, &[own, router]));
     let before = plan(&snapshot, &health, &Plan::default());
-    assert_eq!(before.egress_ips.keys().copied().collect::<Vec<_>>(), [own, router], "they are nobody's yet");
+    assert_eq!(before.egress_ips.keys().copied().collect::<Vec<_>>(), [own, router], "they are not reserved yet");
     snapshot.pools.values_mut().next().unwrap().subnet =
         Some(SubnetInfo { gateway: router, prefix_length: 24, vlan: None });
     let gateway = snapshot.nodes.get_mut(&"gw1".into()).unwrap();
@@ -140,7 +140,7 @@ fn tenant_onnogateway_says_what_becomes_of_pods_that_a_cluster_scoped_policy_sel
 }
 
 #[test]
-fn tenant_nobody_gets_the_address_of_another_namespace_by_asking_for_it() {
+fn tenant_cannot_get_the_address_of_another_namespace_by_requesting_it() {
     let (mut snapshot, health) = world();
     let wanted = v4(0, 0, 9);
     add_policy(&mut snapshot, Policy { created: 5, ..of_namespace("shop", "web", 1, &[wanted]) });

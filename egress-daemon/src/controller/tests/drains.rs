@@ -30,7 +30,7 @@ async fn pool_gone_addresses_that_leave_their_pool_while_they_are_in_use_drain()
     assert_eq!(
         world.until(told).await,
         "in use and no longer in ipRanges: 192.0.2.1: no new connections; released when the last one ends, after 3600 s \
-         (drainTimeout) at the latest; put back what is to stay"
+         (drainTimeout) at the latest; restore the ranges of addresses that must stay"
     );
 
     fs::remove_file(&pool).unwrap();

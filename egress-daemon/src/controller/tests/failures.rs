@@ -54,7 +54,7 @@ async fn stuck_status_that_always_fails_delays_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rounds_that_fail_again_and_again_become_rare_but_a_gateway_that_dies_waits_for_none() {
+async fn repeated_failures_slow_rounds_but_not_the_failover_of_gateways() {
     let mut world = ControllerFixture::new();
     let (_gw1, gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let (running, script) = on_script(&world);
@@ -75,7 +75,7 @@ async fn rounds_that_fail_again_and_again_become_rare_but_a_gateway_that_dies_wa
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_lease_of_a_gateway_goes_when_its_node_is_gone() {
+async fn lease_of_a_gateway_is_deleted_when_its_node_is_gone() {
     let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let key = Key::namespaced(LEASE_NAMESPACE, &gateway_lease("old"));

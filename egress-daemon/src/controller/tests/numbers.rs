@@ -20,7 +20,7 @@ fn condition(reason: &str, message: &str) -> Condition {
 }
 
 #[test]
-fn a_number_of_pods_is_no_news_unless_it_was_or_is_none() {
+fn number_of_pods_is_news_only_if_it_becomes_or_was_zero() {
     let status = |endpoints, reason: &str, message: &str| EgressGatewayPolicyStatus {
         selected_endpoints: endpoints,
         conditions: vec![condition(reason, message)],
@@ -47,14 +47,14 @@ fn a_number_of_pods_is_no_news_unless_it_was_or_is_none() {
 }
 
 #[test]
-fn on_average_one_number_is_written_each_second() {
+fn pod_counts_are_written_once_a_second_on_average() {
     let seconds = |written| rest(written).as_secs();
     assert_eq!([0, 1, 5, 6, 1_000].map(seconds), [5, 5, 5, 6, 1_000]);
     assert!(rest(u64::MAX) > Duration::from_secs(1_000_000_000));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_round_for_another_reason_leaves_numbers_to_the_next_sweep() {
+async fn full_round_for_another_reason_leaves_pod_counts_to_the_next_sweep() {
     let mut world = ControllerFixture::new();
     let (_gw1, _gw2) = (world.gateway("gw1"), world.gateway("gw2"));
     let start = Instant::now();

@@ -33,7 +33,7 @@ async fn tenant_a_policy_of_a_namespace_selects_its_own_pods_and_says_there_what
     let _controller = controller(world.path(), "one");
     world.until(|store| reason(store, "shop", "Ready").filter(|ready| ready.0 == "AsExpected")).await;
     let refused = world.until(|store| reason(store, "bank", "Degraded").filter(|found| found.0 == "NotAllowed")).await;
-    assert!(refused.1.starts_with("pool public is not for namespace bank"), "{refused:?}");
+    assert!(refused.1.starts_with("pool public is not available to namespace bank"), "{refused:?}");
     let selected = |store: &Store, namespace: &str| {
         let policy = store.get::<EgressPolicy>(&Key::namespaced(namespace, "web"))?;
         Some(policy.status.as_ref()?.selected_endpoints)

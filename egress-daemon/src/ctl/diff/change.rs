@@ -40,7 +40,7 @@ pub(super) fn apply(objects: &mut ApiObjects, object: &ObjectRef, value: Option<
         Kind::Node => put(&mut objects.nodes, key, value),
         _ => bail!("{object} cannot be compared: name policies, pools, Namespaces and Nodes only"),
     };
-    edit.with_context(|| format!("{object} is not understood"))
+    edit.with_context(|| format!("{object} cannot be decoded"))
 }
 
 fn put<T: Stored>(list: &mut Vec<Arc<T>>, key: &Key, value: Option<Value>) -> Result<Option<Edit>> {

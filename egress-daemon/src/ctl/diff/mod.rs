@@ -105,7 +105,7 @@ async fn open(options: &DiffOptions, config: &Config, changed: &[(ObjectRef, Val
     foreign.dedup();
     let opening = Kubernetes::open(client, &Reader::Controller, &foreign);
     let store = tokio::time::timeout(PATIENCE, opening).await;
-    store.context("the API server has not listed all objects in 30 s: may you list all kinds that the controller may?")
+    store.context("the API server has not listed all objects in 30 s: check that you may list every kind that the controller lists")
 }
 
 fn compare(

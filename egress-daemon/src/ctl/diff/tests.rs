@@ -85,7 +85,7 @@ fn diff_of_unchanged_objects_is_empty() {
 }
 
 #[test]
-fn a_new_policy_is_told_with_its_pods_and_addresses() {
+fn diff_of_a_new_policy_shows_its_pods_and_addresses() {
     let text = compared(MAIL, false).unwrap().text();
     for part in [
         "EgressGatewayPolicy mail",
@@ -98,7 +98,7 @@ fn a_new_policy_is_told_with_its_pods_and_addresses() {
 }
 
 #[test]
-fn diff_names_the_flows_of_all_nodes_that_would_not_go_on() {
+fn diff_lists_the_flows_of_all_nodes_that_would_not_continue() {
     let web = "{apiVersion: spillway.io/v1beta1, kind: EgressGatewayPolicy, metadata: {name: web}, spec: {selectors: [{podSelector: {}}], destinationCIDRs: [0.0.0.0/0], egressIPPools: [{name: public, count: 2}]}}";
     let nodes = [
         flows_of("w1", &[(4001, "translated", "192.0.2.1"), (4002, "untouched", "192.0.2.1")]),
@@ -139,7 +139,7 @@ fn diff_refuses_invalid_and_unsupported_objects() {
 }
 
 #[test]
-fn gateways_are_as_old_as_the_newest_lease_shows() {
+fn gateway_health_is_relative_to_the_newest_lease() {
     let lease = |node: &str, holder: &str, second: i64| -> Lease {
         let time = k8s_openapi::jiff::Timestamp::from_second(second).unwrap();
         serde_json::from_value(json!({

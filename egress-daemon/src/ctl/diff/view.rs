@@ -189,8 +189,8 @@ fn fate_text(becomes: &str, by: Option<&String>) -> String {
         ("moves", Some(gateway)) => format!("continue, through gateway {gateway}"),
         ("restarts", Some(policy)) => format!("restart with an egress IP of policy {policy}"),
         ("restarts", None) => "restart, by no policy".to_owned(),
-        ("breaks", _) => "break: their egress IP is taken away".to_owned(),
-        _ => "be dropped: no gateway has it".to_owned(),
+        ("breaks", _) => "break: its egress IP is taken away".to_owned(),
+        _ => "be dropped: no gateway carries its egress IP".to_owned(),
     }
 }
 
@@ -262,7 +262,7 @@ impl Printable for DiffView {
             [node] => format!("node {node}"),
             nodes => format!("{} nodes", nodes.len()),
         };
-        let named = if flows.len() > NAMED_FLOWS { format!(" ({NAMED_FLOWS} are named)") } else { String::new() };
+        let named = if flows.len() > NAMED_FLOWS { format!(" ({NAMED_FLOWS} are shown)") } else { String::new() };
         text += &format!("{} of {} flows of {nodes} would not continue unchanged{named}\n", flows.len(), self.flows);
         text
     }

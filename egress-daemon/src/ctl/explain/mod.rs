@@ -145,7 +145,10 @@ pub fn explain(sources: ViewSources<'_>, question: &Question) -> Result<Explanat
                 walk.say("flow", "There is no flow with these addresses and ports: this would be its first packet.");
             } else {
                 let open = dump.flows.iter().filter(|f| matches(f, source, question)).count();
-                walk.say("flow", format!("This pod has {open} open flows there; what follows is for a new one."));
+                walk.say(
+                    "flow",
+                    format!("This pod has {open} open flows there; the following steps are for a new flow."),
+                );
             }
             new_flow(&mut walk, source, question)
         }
@@ -192,7 +195,7 @@ fn existing(walk: &mut Walk<'_>, flow: &FlowEntry) -> PacketOutcome {
         walk.say(
             "flow",
             format!(
-                "There is a flow that is left alone: the outside opened it, or it began before the policy or while there was no gateway ({age})."
+                "There is an untouched flow: the outside opened it, or it began before the policy or while there was no gateway ({age})."
             ),
         );
         return walk.passed("the flow is left alone");

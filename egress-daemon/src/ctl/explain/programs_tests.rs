@@ -160,7 +160,7 @@ impl Explained {
 }
 
 #[test]
-fn explain_says_what_the_loaded_programs_do() {
+fn explain_agrees_with_the_loaded_programs() {
     let Some(rig) = Rig::of_size("explain", &scene(), Sizes { max_flows: 4096, ..Sizes::default() }) else {
         return;
     };

@@ -44,7 +44,10 @@ pub(super) fn choose(
         (false, None) => return undecided(walk, policy, record),
     };
     if per_endpoint && assigned.is_none() {
-        walk.say("slot", "The pod has no assigned egress IP yet. It waits, because it must not be seen with two.");
+        walk.say(
+            "slot",
+            "The pod has no assigned egress IP yet. It waits, because the outside must not see it with two egress IPs.",
+        );
         return walk.dropped(Counter::DropNoGateway);
     }
     let mut no_port = false;
@@ -69,7 +72,7 @@ pub(super) fn choose(
             Slot::Taken => return hand_over(walk, egress),
         }
     }
-    walk.say("slot", format!("That was the last of the {SLOT_PROBES} attempts that a packet makes."));
+    walk.say("slot", format!("That was the last of a packet's {SLOT_PROBES} attempts."));
     walk.dropped(if no_port { Counter::DropNoPort } else { Counter::DropNoGateway })
 }
 
@@ -216,7 +219,10 @@ pub(super) fn hand_over(walk: &mut Walk<'_>, egress: u32) -> PacketOutcome {
         walk.say("gateway", format!("Gateway {gateway} carries {ip} (epoch {epoch}){}.", probed(walk, &gateway)));
     }
     if e.flags & flags::LOCAL != 0 {
-        walk.say("transport", format!("None: it leaves here, through the interface with index {}.", e.ifindex));
+        walk.say(
+            "transport",
+            format!("None: it leaves this node directly, through the interface with index {}.", e.ifindex),
+        );
         return sent(walk, format!("SENT with source {ip} straight out of this node, {gateway}."));
     }
     match dump.node_address(e.gateway) {

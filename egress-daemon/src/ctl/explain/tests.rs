@@ -25,7 +25,7 @@ fn changed(change: impl FnOnce(&mut NodeView)) -> Dump {
 }
 
 #[test]
-fn a_new_flow_goes_where_the_kernels_hash_says() {
+fn new_flow_gets_the_egress_ip_that_its_hash_selects() {
     let dump = dump();
     let record = *dump.policy(policy_index(&dump, "web"), false).unwrap();
     let mut seen = std::collections::BTreeSet::new();
@@ -123,7 +123,7 @@ fn packets_without_a_policy_pass() {
 }
 
 #[test]
-fn what_cannot_be_sent_is_dropped_with_its_counter() {
+fn explain_names_the_counter_of_a_dropped_packet() {
     let to = "203.0.113.7:443/tcp";
     let base = dump();
     assert_eq!(action(&base, "prod/web-0", "203.0.113.7/50", None), (PacketAction::Dropped, Some("drop_protocol")));
@@ -152,7 +152,7 @@ fn what_cannot_be_sent_is_dropped_with_its_counter() {
 }
 
 #[test]
-fn a_slot_that_cannot_be_used_leads_to_the_next_attempt() {
+fn unusable_slot_leads_to_the_next_attempt() {
     let mut dump = dump();
     let (policy, egress) = (policy_index(&dump, "web"), egress_index(&dump, "192.0.2.10"));
     dump.tables.members.get_mut(&MemberKey { policy, egress }).unwrap().usable = 0;
@@ -174,7 +174,7 @@ fn a_slot_that_cannot_be_used_leads_to_the_next_attempt() {
 }
 
 #[test]
-fn ports_that_are_all_in_use_are_told() {
+fn explain_reports_exhausted_ports() {
     let mut dump = changed(|view| drop(view.egress_ips.remove(&ip("192.0.2.11"))));
     let base = flow(&dump, ("10.10.0.5", 0), ("203.0.113.7", 443), "web", ("192.0.2.10", 1024));
     let blocks = dump.blocks(egress_index(&dump, "192.0.2.10")).to_vec();

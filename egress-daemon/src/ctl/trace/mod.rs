@@ -92,7 +92,7 @@ pub fn trace(
     let mut names = Names::new(dump, move || Dump::read(&pins, false));
     let mut lost = 0;
     for line in lines {
-        let line = line.context("the agent has gone, and the trace with it")?;
+        let line = line.context("the connection to the agent broke, which ended the trace")?;
         if line.is_empty() {
             remark(Remark::Begun);
         } else if let Some(seen) = line.strip_prefix(SEEN).and_then(|seen| seen.parse::<u64>().ok()) {
@@ -112,7 +112,7 @@ pub fn trace(
             return Ok(());
         }
     }
-    bail!("the agent has ended, and the trace with it")
+    bail!("the agent has exited, which ended the trace")
 }
 
 fn one(packet: &packets::Packet, output: Output) -> Result<String, PrintError> {

@@ -9,7 +9,7 @@ fn names() -> Names {
 }
 
 #[test]
-fn lines_of_two_processors_become_packets_with_names() {
+fn interleaved_lines_of_two_cpus_become_packets_with_names() {
     let web = policy_index(&dump(), "web");
     let egress = egress_index(&dump(), "192.0.2.10");
     let lines = [
@@ -43,7 +43,7 @@ fn lines_of_two_processors_become_packets_with_names() {
 }
 
 #[test]
-fn what_is_new_is_looked_up_again_and_what_is_unknown_keeps_its_number() {
+fn unknown_number_is_looked_up_again_before_it_is_shown() {
     let mut names = Names::new(Dump::default(), || Ok(dump()));
     let web = policy_index(&dump(), "web");
     assert_eq!(names.put_into(&format!("policy <policy {web}>")), "policy web");
@@ -51,7 +51,7 @@ fn what_is_new_is_looked_up_again_and_what_is_unknown_keeps_its_number() {
 }
 
 #[test]
-fn the_agent_is_asked_for_a_pods_addresses_and_interface() {
+fn trace_request_has_the_pods_addresses_and_interface() {
     let options = |pod: &str, to: Option<&str>| TraceOptions {
         pod: pod.to_owned(),
         to: to.map(|to| to.parse().unwrap()),

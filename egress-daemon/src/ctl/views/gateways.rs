@@ -115,7 +115,7 @@ fn at_drivers(row: &mut GatewayRow, node: &NodeState) {
     let why_not = node.drivers.iter().filter_map(|(name, why)| Some(format!("not XDP at {name}: {}", why.as_ref()?)));
     let mut reasons: Vec<String> = row.why_not_better.take().into_iter().chain(why_not).collect();
     if node.xdp == Xdp::Off.to_string() {
-        reasons.push("not XDP: switched off by `xdp`".to_owned());
+        reasons.push("not XDP: disabled by `xdp`".to_owned());
     }
     row.why_not_better = (!reasons.is_empty()).then(|| reasons.join("; "));
 }

@@ -87,7 +87,7 @@ fn policies_show_slots_shares_and_owners() {
 }
 
 #[test]
-fn the_agent_adds_what_only_it_knows() {
+fn views_include_information_from_the_agent() {
     let (dump, agent) = (dump(), agent());
     let sources = ViewSources { dump: &dump, agent: Some(&agent) };
     let list = policies(sources);
@@ -107,7 +107,7 @@ fn the_agent_adds_what_only_it_knows() {
 }
 
 #[test]
-fn a_gateway_shows_at_which_drivers_it_sends_packets_on_and_why_not_at_others() {
+fn gateway_shows_interfaces_with_xdp_and_why_others_lack_it() {
     let (dump, mut agent) = (dump(), agent());
     agent.node.drivers = [("eth0".to_owned(), None), ("ext0".to_owned(), Some("it is a veth".to_owned()))].into();
     let list = gateways(ViewSources { dump: &dump, agent: Some(&agent) });
@@ -228,7 +228,7 @@ fn a_flow_of_a_reused_index_names_no_egress_ip() {
 }
 
 #[test]
-fn blocks_show_what_is_leased_and_used() {
+fn blocks_show_leased_and_used_ports() {
     let dump = dump();
     let list = blocks(maps_only(&dump));
     let rows: Vec<_> = list
@@ -265,7 +265,7 @@ fn counters_are_grouped() {
 }
 
 #[test]
-fn a_node_without_anything_says_so() {
+fn views_of_an_empty_node_say_that_they_are_empty() {
     let dump = dump_of(&egress_core::encode::NodeView::default());
     let sources = maps_only(&dump);
     assert_eq!(sources.node(), None);

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn flows_that_came_and_went_between_two_samples_are_counted() {
+    fn top_counts_flows_that_began_or_ended_between_samples() {
         let top = top_by(By::Pod, 10);
         assert_eq!((top.flows, top.opened_per_second, top.ended_per_second), (5, 1.5, 0.5));
         let items: Vec<_> = top.items.iter().map(|row| (row.name.as_str(), row.flows, row.opened_per_second)).collect();
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn flows_are_counted_by_what_is_asked_for_and_the_rest_is_a_number() {
+    fn top_groups_flows_by_the_requested_key_and_counts_the_rest() {
         let names = |by| top_by(by, 10).items.into_iter().map(|row| row.name).collect::<Vec<_>>();
         assert_eq!(names(By::EgressIp), ["192.0.2.11", "192.0.2.10", "-"]);
         assert_eq!(names(By::Gateway), ["gw2", "gw1", "-"]);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flow_that_reuses_anothers_ports_is_a_new_flow() {
+    fn top_counts_a_flow_with_a_reused_5_tuple_as_new() {
         let (before, mut now) = samples();
         now.dump.flows = before.dump.flows.clone();
         now.dump.flows[0].flow.created += 1;

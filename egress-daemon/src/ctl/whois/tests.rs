@@ -47,7 +47,7 @@ fn leases(answer: LeaseAnswer) -> Known<'static> {
 }
 
 #[test]
-fn leases_name_the_node_and_say_why_not_the_pod() {
+fn leases_identify_the_node_but_not_the_pod() {
     let answer = LeaseAnswer { holders: [holder("w7")].into(), doubts: Default::default() };
     let view = whois(seen(), Moment { from: 2 * HOUR, until: 2 * HOUR }, None, leases(answer.clone()));
     assert!(view.node_certain && !view.pod_certain, "{view:?}");
@@ -64,7 +64,7 @@ fn leases_name_the_node_and_say_why_not_the_pod() {
 }
 
 #[test]
-fn a_living_flow_names_its_pod_for_all_the_time_that_it_has_lived() {
+fn live_flow_identifies_its_pod_since_its_start() {
     let dump = crate::ctl::views::testing::dump();
     let flow = dump.flows.iter().find(|flow| flow.translated() && flow.proto == 6).unwrap();
     let (egress, _) = dump.egress_ip(flow.flow.egress).unwrap();
@@ -117,7 +117,7 @@ fn of_flows(likely: Vec<Likely>, doubts: Vec<flows::Doubt>, to: Option<&str>) ->
 }
 
 #[test]
-fn recorded_flows_name_the_pod_and_say_why_not_surer() {
+fn recorded_flows_identify_the_pod_and_explain_doubts() {
     const TO: Option<&str> = Some("203.0.113.7:443");
     const OTHER: Option<&str> = Some("203.0.113.8:443");
     let lost = || vec![flows::Doubt::Lost(HOUR, 2 * HOUR, 7)];
@@ -136,7 +136,7 @@ fn recorded_flows_name_the_pod_and_say_why_not_surer() {
     // With gaps, the answer is certain only if the question names the server and the log has destinations.
     let view = of_flows(vec![flow("prod/web", "w7", TO)], lost(), None);
     assert_eq!(certain(&view), (true, false));
-    assert!(view.text().contains("7 beginnings and ends of flows between 1970-01-01T01:00:00Z"), "{}", view.text());
+    assert!(view.text().contains("7 starts and ends of flows between 1970-01-01T01:00:00Z"), "{}", view.text());
     assert!(view.text().contains("name the server with --to"), "{}", view.text());
     assert_eq!(certain(&of_flows(vec![flow("prod/web", "w7", TO)], lost(), TO)), (true, true));
     let view = of_flows(vec![flow("prod/web", "w7", None)], lost(), TO);
@@ -158,7 +158,7 @@ fn recorded_flows_name_the_pod_and_say_why_not_surer() {
 }
 
 #[test]
-fn copies_of_logs_are_found_below_the_directory_that_is_named() {
+fn log_copies_are_found_below_the_named_directory() {
     let directory = tempfile::tempdir().unwrap();
     let make = |path: &str| std::fs::create_dir_all(directory.path().join(path)).unwrap();
     ["w1/flows", "w1/leases", "w2/flows", "w2/leases"].into_iter().for_each(make);
@@ -178,7 +178,7 @@ fn copies_of_logs_are_found_below_the_directory_that_is_named() {
 }
 
 #[test]
-fn a_copy_of_a_log_is_known_by_its_files_whatever_its_name() {
+fn log_copy_is_recognized_by_its_files() {
     use flowlog::{Limits, Log, MAX_BYTES};
     use flows::Line;
     let directory = tempfile::tempdir().unwrap();
@@ -221,7 +221,7 @@ fn a_copy_of_a_log_is_known_by_its_files_whatever_its_name() {
 }
 
 #[test]
-fn a_file_of_flows_that_cannot_be_read_leaves_the_answer_of_leases() {
+fn unreadable_flow_log_does_not_hide_the_answer_from_leases() {
     use flowlog::{Limits, Log, MAX_BYTES};
     let directory = tempfile::tempdir().unwrap();
     let (leases, flows) = (directory.path().join("leases"), directory.path().join("flows"));

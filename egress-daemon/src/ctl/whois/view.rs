@@ -187,13 +187,13 @@ fn about_log(doubt: &flows::Doubt) -> String {
         flows::Doubt::Unread(why) => format!("a file of the log of flows cannot be read: {why}"),
         flows::Doubt::Lost(from, until, 0) => {
             format!(
-                "beginnings and ends of flows between {} and {} may be missing: the agent was killed",
+                "starts and ends of flows between {} and {} may be missing: the agent was killed",
                 text(*from),
                 text(*until)
             )
         }
         flows::Doubt::Lost(from, until, count) => {
-            format!("{count} beginnings and ends of flows between {} and {} are missing", text(*from), text(*until))
+            format!("{count} starts and ends of flows between {} and {} are missing", text(*from), text(*until))
         }
     }
 }
@@ -237,7 +237,7 @@ fn about_pod(found: &Found, own: Option<&str>, nodes: &[NodeRow]) -> Option<Stri
     match found.pods {
         0 if nodes.is_empty() => None,
         0 if !elsewhere.is_empty() => {
-            Some(format!("its pods' flows are known on node {} only: ask there", elsewhere.join(", ")))
+            Some(format!("only node {} knows the flows of its pods: ask there", elsewhere.join(", ")))
         }
         0 if found.has_log => Some("no live or recorded flow had the port then".into()),
         0 => Some("no live flow had the port then: leases do not name pods".into()),
@@ -247,7 +247,7 @@ fn about_pod(found: &Found, own: Option<&str>, nodes: &[NodeRow]) -> Option<Stri
         1 if found.only => None,
         _ if found.named => Some("a flow of another pod may have had the port: destinations are not recorded".into()),
         1 => Some("a flow to another server may have had the same port: name the server with --to".into()),
-        _ => Some("flows of several pods had the port, to one server each: name the server with --to".into()),
+        _ => Some("flows of several pods had the port, each to a different server: name the server with --to".into()),
     }
 }
 

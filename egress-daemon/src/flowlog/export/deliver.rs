@@ -84,8 +84,9 @@ impl Exporter {
         let worker = Worker::start("export", move |batches| {
             Delivery { way, batches, counts: sent, queued: waiting, is_away: false, untold: 0 }.run();
         });
-        let worker = worker
-            .inspect_err(|error| tracing::error!("cannot start a thread, so nothing is sent to {collector}: {error}"));
+        let worker = worker.inspect_err(|error| {
+            tracing::error!("cannot start the export thread, so no records are sent to {collector}: {error}")
+        });
         Some(Self { counts, queued, worker: worker.ok() })
     }
 
@@ -134,7 +135,7 @@ impl Delivery {
                     self.counts.sent.fetch_add(count as u64, Ordering::Relaxed);
                     rest = rest.get(count..).unwrap_or_default();
                     if std::mem::take(&mut self.is_away) {
-                        tracing::info!("{} takes records again", self.counts.collector);
+                        tracing::info!("{} accepts records again", self.counts.collector);
                     }
                 }
                 Err(error) => return self.give_up(rest.len(), &error),

@@ -214,7 +214,7 @@ fn start(format: Format, address: SocketAddr) -> (Exporters, std::sync::Arc<Sent
 }
 
 #[test]
-fn what_a_collector_of_lines_misses_is_counted_and_it_is_told_when_it_is_back() {
+fn lost_json_records_are_counted_and_reported_on_reconnection() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     drop(listener);
@@ -242,7 +242,7 @@ fn what_a_collector_of_lines_misses_is_counted_and_it_is_told_when_it_is_back() 
 }
 
 #[test]
-fn a_collector_that_takes_nothing_costs_no_more_than_its_queue() {
+fn stalled_collector_costs_at_most_its_queue() {
     // The listener accepts nothing, so records fill the socket's buffers, and then the queue.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (exporters, counts) = start(Format::Json, listener.local_addr().unwrap());
@@ -261,7 +261,7 @@ fn a_collector_that_takes_nothing_costs_no_more_than_its_queue() {
 }
 
 #[test]
-fn a_collector_that_takes_records_slowly_does_not_hold_the_end() {
+fn slow_collector_does_not_delay_the_exit() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     // The collector reads a little each time before the writer would give up.
@@ -285,7 +285,7 @@ fn a_collector_that_takes_records_slowly_does_not_hold_the_end() {
 }
 
 #[test]
-fn a_collector_of_ipfix_hears_templates_first_and_sees_what_it_missed() {
+fn ipfix_collector_gets_templates_first_and_can_detect_losses() {
     let collector = UdpSocket::bind("127.0.0.1:0").unwrap();
     let (exporters, counts) = start(Format::Ipfix, collector.local_addr().unwrap());
     exporters.send(vec![flow4(1, Fate::Began), ports(Change::Granted)]);

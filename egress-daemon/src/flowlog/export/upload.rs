@@ -108,13 +108,13 @@ impl Upload {
         let result = self.send_all().await;
         match result {
             Ok(()) if std::mem::take(&mut self.is_away) => {
-                tracing::info!("{} takes segments again", self.counts.collector)
+                tracing::info!("{} accepts segments again", self.counts.collector)
             }
             Ok(()) => {}
             Err(error) if !std::mem::replace(&mut self.is_away, true) => {
-                tracing::warn!("{} takes no segments, they wait: {error}", self.counts.collector);
+                tracing::warn!("{} does not accept segments, so they wait: {error}", self.counts.collector);
             }
-            Err(error) => tracing::debug!("{} takes no segments yet: {error}", self.counts.collector),
+            Err(error) => tracing::debug!("{} still does not accept segments: {error}", self.counts.collector),
         }
     }
 

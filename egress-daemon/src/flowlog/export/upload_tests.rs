@@ -24,7 +24,7 @@ async fn keys(bucket: &Path) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn each_segment_is_sent_once_also_after_a_restart_and_those_that_vanish_are_counted() {
+async fn segments_are_uploaded_once_across_restarts_and_vanished_ones_counted() {
     let (logs, bucket) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = |name: &str| logs.path().join(name);
     let mut first = upload(&file("none"), bucket.path());

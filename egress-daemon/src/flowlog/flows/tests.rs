@@ -301,7 +301,7 @@ fn a_flow_that_lives_through_files_is_one_and_ends_when_it_ends() {
 }
 
 #[test]
-fn an_agent_that_comes_back_goes_on_and_a_node_that_starts_again_does_not() {
+fn flow_log_continues_after_an_agent_restart_but_not_after_a_reboot() {
     let mut world = World::new();
     world.report([event(what::BEGAN, 1100, 10, 10)]);
     world.look(11);
@@ -329,7 +329,7 @@ fn an_agent_that_comes_back_goes_on_and_a_node_that_starts_again_does_not() {
 }
 
 #[test]
-fn what_is_lost_is_counted_and_told_in_the_log() {
+fn lost_flow_events_are_counted_and_logged() {
     let mut world = World::new();
     world.look(20);
     // The buffer was full, and one flow's egress IP is no longer known.
@@ -460,7 +460,7 @@ fn a_file_that_cannot_be_read_is_a_doubt_for_the_time_that_it_covers() {
 }
 
 #[test]
-fn a_copy_of_a_log_does_not_vouch_for_flows_from_before_its_first_file() {
+fn log_copy_gives_no_certainty_about_flows_older_than_its_first_file() {
     let mut world = World::new();
     world.report([event(what::BEGAN, 1100, 10, 10)]);
     world.look(11);

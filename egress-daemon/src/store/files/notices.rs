@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_spillway_writes_is_noticed_by_name_and_so_is_its_end() {
+    fn writes_and_removals_of_own_files_are_noticed_by_name() {
         let (_dir, own, mut notices) = followed();
         let of = |kind, name: &str| ObjectRef { kind, key: Key::cluster(name) };
         let all = [of(Kind::EgressIP, "192.0.2.1"), of(Kind::EgressGatewayPolicy, "web")];
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_went_is_not_followed_and_one_of_spillways_own_is_missed() {
+    fn moved_user_directory_is_unfollowed_and_removed_own_directory_noticed() {
         let (dir, _own, mut notices) = followed();
         let (below, elsewhere) = (dir.path().join("below"), tempfile::tempdir().unwrap());
         fs::create_dir(&below).unwrap();

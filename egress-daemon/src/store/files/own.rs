@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_that_was_cut_off_is_not_made_anew() {
+    fn missing_store_directory_is_not_recreated() {
         let dir = tempfile::tempdir().unwrap();
         let gone = dir.path().join("gone");
         assert_eq!(Own::open(gone.join(".spillway")).unwrap_err().kind(), io::ErrorKind::NotFound);

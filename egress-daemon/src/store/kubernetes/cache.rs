@@ -327,7 +327,7 @@ impl CacheState {
                     document: None,
                     object: Some(target.clone()),
                     field: None,
-                    message: format!("it is not understood: {error}"),
+                    message: format!("it cannot be decoded: {error}"),
                     remedy: "install CustomResourceDefinitions and programs of the same version".to_owned(),
                 };
                 let told = self.problems.insert(target.clone(), problem.clone()) != Some(problem);

@@ -79,7 +79,7 @@ fn an_object_that_is_selected_again_comes_back() {
 }
 
 #[test]
-fn a_kind_is_whole_when_all_of_it_has_been_listed_and_a_list_of_a_part_takes_nothing_away_then() {
+fn partial_list_neither_makes_a_kind_whole_nor_removes_objects() {
     let cache = Cache::default();
     let mut changes = cache.changes();
     cache.follow(Kind::EgressIP, true);
@@ -115,7 +115,7 @@ fn memory_of_deleted_objects_is_bounded() {
 }
 
 #[test]
-fn a_new_list_takes_away_what_is_gone_and_keeps_what_we_wrote_meanwhile() {
+fn new_list_removes_missing_objects_and_keeps_concurrent_writes() {
     let cache = Cache::default();
     listed(&cache, [ip("gone", "1", 3), ip("kept", "2", 4)]);
     cache.notice(Kind::EgressIP, Event::Init);
@@ -127,7 +127,7 @@ fn a_new_list_takes_away_what_is_gone_and_keeps_what_we_wrote_meanwhile() {
 }
 
 #[test]
-fn a_list_apart_from_the_watch_knows_nothing_of_what_came_later() {
+fn separate_list_does_not_remove_newer_objects() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 3), ip("b", "2", 4)]);
     cache.notice(Kind::EgressIP, Event::Apply(ip("late", "4", 12)));
@@ -151,7 +151,7 @@ fn a_watch_event_proves_that_the_api_server_answers_and_a_started_list_does_not(
 }
 
 #[test]
-fn an_object_that_is_not_understood_spoils_nothing_and_its_last_good_version_stays() {
+fn undecodable_object_keeps_its_last_good_version_and_harms_no_other() {
     let cache = Cache::default();
     let mut broken = ip("a", "1", 6);
     broken["spec"] = json!({"address": 7});
@@ -159,7 +159,7 @@ fn an_object_that_is_not_understood_spoils_nothing_and_its_last_good_version_sta
     cache.notice(Kind::EgressIP, Event::Apply(broken));
     assert!(is(&cache, &[("a", "5"), ("b", "5")]));
     let problems: Vec<String> = cache.problems().iter().map(ToString::to_string).collect();
-    assert!(problems.len() == 1 && problems[0].starts_with("EgressIP a: it is not understood"), "{problems:?}");
+    assert!(problems.len() == 1 && problems[0].starts_with("EgressIP a: it cannot be decoded"), "{problems:?}");
     cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 7)));
     assert!(is(&cache, &[("a", "7"), ("b", "5")]) && cache.problems().is_empty());
 }
@@ -212,7 +212,7 @@ fn only_relevant_fields_of_a_pod_count_as_a_change() {
 }
 
 #[test]
-fn pods_are_taken_in_one_by_one_and_those_that_a_new_list_lacks_leave_at_its_end() {
+fn pods_are_added_one_by_one_and_removed_at_the_end_of_a_new_list() {
     let cache = Cache::default();
     let pod = |name: &str| {
         json!({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [], "nodeName": "w"},

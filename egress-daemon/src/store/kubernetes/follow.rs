@@ -139,7 +139,7 @@ async fn all_needed(api: &Api<DynamicObject>, kind: Kind, node: &str, cache: &Ca
             let found = named(api, kind, &name).await.and_then(|found| serde_json::from_value(found).ok());
             if found.is_some_and(|object: EgressNode| !object.is_followed_from(node)) {
                 tracing::warn!(
-                    "EgressNode {name} is needed, but its label {FOLLOWED_BY_LABEL} does not say so: following all EgressNodes from now on"
+                    "EgressNode {name} is needed, but its label {FOLLOWED_BY_LABEL} does not select it: following all EgressNodes from now on"
                 );
                 return;
             }

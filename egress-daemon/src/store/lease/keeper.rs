@@ -73,7 +73,7 @@ impl LeaseKeeper {
             stop.send(()).ok();
         }
         if let Err(error) = (&mut self.task).await {
-            tracing::warn!(%error, "the lease was not released: it lapses instead");
+            tracing::warn!(%error, "the lease could not be released, so it will lapse");
         }
     }
 }
@@ -137,7 +137,7 @@ async fn keep(store: Store, terms: LeaseTerms, report: watch::Sender<LeaseState>
     if let Some(lease) = elector.release() {
         report.send_replace(LeaseState::NotHeld { holder: None });
         if let Err(error) = store.replace(lease.as_ref()).await {
-            tracing::info!(lease = %terms.key, %error, "the lease was not released: it lapses instead");
+            tracing::info!(lease = %terms.key, %error, "the lease could not be released, so it will lapse");
         }
     }
 }

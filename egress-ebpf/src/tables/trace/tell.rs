@@ -39,7 +39,7 @@ pub extern "C" fn trace_frame_v4(number: u32) -> u64 {
 pub extern "C" fn trace_frame_v6(number: u32) -> u64 {
     let Some(n) = under_way() else { return 0 };
     if n.family == 0 {
-        info!((), "{} > <hook {}> headers that cannot be read, {} bytes", number, n.hook, n.len);
+        info!((), "{} > <hook {}> unreadable headers, {} bytes", number, n.hook, n.len);
         return 0;
     }
     let [from, to] = n.ports.map(|port| u16::from_be(port as u16));
@@ -91,11 +91,11 @@ pub extern "C" fn trace_step(number: u32, step: u32, a: u32, b: u32) -> u64 {
         Asked: "{} the host's routes and firewall decide first: it is translated where it leaves";
         Confirmed: "{} the host let it pass, which confirms its flow";
         Translated: "{} its source becomes port {} of <egress {}>", b, a;
-        LeftAlone: "{} the outside opened this, or it is older than the policy: it is left alone";
-        Remembered: "{} the outside opens something: the pod's answers will be left alone";
+        LeftAlone: "{} the connection was opened from outside, or is older than the policy: it is left alone";
+        Remembered: "{} a connection is opened from outside: the pod's answers will be left alone";
         Expires: "{} its hop limit ends here: the host answers it";
         AsNode: "{} the policy has no gateway, and lets its pods leave with the node's address";
-        Fragment: "{} it is a fragment that came before the first one";
+        Fragment: "{} it is a fragment that arrived before the first one";
         Quotes: "{} it is an ICMP error: the quoted packet decides";
         TooLarge: "{} it is too large: the pod is told that {} bytes fit", a;
         Answer: "{} it answers a flow of the pod: its destination becomes the pod, port {}", b;

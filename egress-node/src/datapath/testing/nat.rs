@@ -246,7 +246,9 @@ impl Nat {
         match outcome {
             Outcome::Sent(reply) => {
                 rule(selected, || "no policy selects the pod, and its packet is translated".into())?;
-                rule(self.slots.contains(&reply.egress), || format!("{} is none of its policy's", reply.egress))?;
+                rule(self.slots.contains(&reply.egress), || {
+                    format!("{} is not an egress IP of its policy", reply.egress)
+                })?;
                 let block = port_block::of_port(reply.port);
                 rule(block.is_some_and(|b| self.blocks.contains(&b)), || format!("port {} is not leased", reply.port))?;
                 let same =
@@ -335,7 +337,7 @@ impl Nat {
         let Outcome::Sent(reply) = outcome else { return Ok(()) };
         rule(own, || "an error about another pod's flow is sent".into())?;
         rule(self.selected.contains(&about.pod), || "no policy selects the pod".into())?;
-        rule(self.slots.contains(&reply.egress), || format!("{} is none of its policy's", reply.egress))?;
+        rule(self.slots.contains(&reply.egress), || format!("{} is not an egress IP of its policy", reply.egress))?;
         rule(self.owners.get(&reply) == Some(about), || format!("{reply:?} is not this flow's"))?;
         rule(!self.firewall || self.confirmed.contains(&reply), || "an error about a flow that is not confirmed".into())
     }

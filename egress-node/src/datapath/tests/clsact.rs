@@ -57,7 +57,7 @@ fn sync(attacher: &mut Attacher, wanted: &BTreeMap<Hook, String>, live: &BTreeMa
 }
 
 #[test]
-fn filters_are_attached_replaced_and_taken_off() {
+fn clsact_filters_are_attached_replaced_and_removed() {
     let Some(dir) = BpfDir::new("clsact") else { return };
     in_netns("clsact", || async move {
         let (_other, index) = pod().await;
@@ -95,7 +95,7 @@ fn filters_are_attached_replaced_and_taken_off() {
 
 /// docs/failures.md: clsact-order.
 #[test]
-fn clsact_order_our_filter_is_the_first_whoever_comes() {
+fn clsact_order_our_filter_stays_first_when_others_are_added() {
     let Some(dir) = BpfDir::new("clsact-order") else { return };
     in_netns("clsact-order", || async move {
         let (_other, index) = pod().await;
@@ -141,7 +141,7 @@ fn clsact_order_our_filter_is_the_first_whoever_comes() {
 
 /// Row syn-ack of docs/failures.md: programs that may bring packets into a pod past ours.
 #[test]
-fn syn_ack_programs_of_others_are_found_where_packets_come_in() {
+fn syn_ack_foreign_programs_at_ingress_hooks_are_found() {
     let Some(dir) = BpfDir::new("strangers") else { return };
     in_netns("strangers", || async move {
         let (other, index) = pod().await;

@@ -170,7 +170,7 @@ fn address() -> IpAddr {
 const MANY: u32 = 1_000_000;
 
 #[test]
-fn a_million_idle_flows_go_in_bounded_runs_while_no_agent_lives() {
+fn collector_expires_a_million_flows_in_bounded_runs_without_an_agent() {
     let Some((mut kernel, programs)) = Kernel::new("collector", MANY + 16) else { return };
     // Nothing is due until the settings say so.
     kernel.limits(DatapathConfig { udp: u32::MAX >> 1, ..scenes::settings() });
@@ -207,7 +207,7 @@ fn a_million_idle_flows_go_in_bounded_runs_while_no_agent_lives() {
 }
 
 #[test]
-fn every_protocol_and_state_has_its_own_limit() {
+fn each_protocol_and_state_has_its_own_idle_timeout() {
     let Some((mut kernel, _programs)) = Kernel::new("limits", 1024) else { return };
     kernel.limits(DatapathConfig {
         udp: u32::MAX >> 1,

@@ -78,7 +78,7 @@ proptest! {
     }
 
     #[test]
-    fn an_egress_index_that_another_address_gets_has_a_higher_generation(history in history()) {
+    fn reassigned_egress_index_gets_a_higher_generation(history in history()) {
         each_step(&history, |view, present, wanted| {
             for (index, new) in &wanted.egress_ips {
                 let Some(old) = present.egress_ips.get(index) else { continue };
@@ -96,7 +96,7 @@ proptest! {
     }
 
     #[test]
-    fn a_class_number_in_the_maps_is_not_given_to_another_class(history in history()) {
+    fn class_number_in_the_maps_is_not_reassigned(history in history()) {
         let mut before = BTreeMap::new();
         each_step(&history, |view, present, wanted| {
             let now = class_numbers(view, wanted);
@@ -110,7 +110,7 @@ proptest! {
     }
 
     #[test]
-    fn a_changed_maglev_table_keeps_off_the_ones_in_use(history in history()) {
+    fn changed_maglev_table_does_not_overlap_tables_in_use(history in history()) {
         each_step(&history, |_, present, wanted| {
             let in_use = chunks_of(present);
             for (place, chunk) in &wanted.maglev {
@@ -137,7 +137,7 @@ proptest! {
     }
 
     #[test]
-    fn a_list_of_blocks_names_no_other_blocks_behind_its_end(history in history()) {
+    fn unused_block_list_entries_repeat_the_nodes_own_blocks(history in history()) {
         each_step(&history, |view, _, wanted| {
             for (address, e) in &view.egress_ips {
                 let index = wanted.egress_ips.iter().find(|(_, r)| r.addr == net::any(*address)).unwrap().0;
@@ -156,7 +156,7 @@ proptest! {
 }
 
 #[test]
-fn map_full_what_does_not_fit_is_refused_as_a_whole() {
+fn map_full_view_that_does_not_fit_is_refused_as_a_whole() {
     let small = NodeView { node: Some(scenes::node(0)), config: Some(scenes::settings()), ..NodeView::default() };
     let mut encoder = Encoder::recover(&Tables::default());
     let present = encoder.encode(&small, &Tables::default()).unwrap();
@@ -198,7 +198,7 @@ fn map_full_what_does_not_fit_is_refused_as_a_whole() {
 }
 
 #[test]
-fn a_retired_egress_ip_comes_back_to_its_index_and_gives_it_up_last() {
+fn retired_egress_ip_regains_its_index_which_is_reused_last() {
     let with = |addresses: &[u32]| NodeView {
         egress_ips: addresses.iter().map(|a| (IpAddr::from(a.to_be_bytes()), Default::default())).collect(),
         ..NodeView::default()
@@ -324,7 +324,7 @@ fn with_policies(policies: &[(usize, u32)]) -> NodeView {
 
 /// docs/failures.md: overflow-open.
 #[test]
-fn overflow_open_a_policy_that_does_not_fit_is_refused_and_all_else_goes_on() {
+fn overflow_open_only_the_policy_that_does_not_fit_is_refused() {
     let mut encoder = Encoder::recover(&Tables::default());
     let (present, refused) = encoder.fit(&mut with_policies(&[(0, 3)]), &Tables::default()).unwrap();
     assert_eq!(refused, Refused::default());
@@ -373,7 +373,7 @@ fn overflow_open_a_policy_that_does_not_fit_is_refused_and_all_else_goes_on() {
 
 /// docs/failures.md: overflow-open, for egress IPs.
 #[test]
-fn overflow_open_egress_ips_that_do_not_fit_are_refused_and_all_else_goes_on() {
+fn overflow_open_only_egress_ips_that_do_not_fit_are_refused() {
     let addresses = |n: u32| (1..=n).map(|i| IpAddr::from([10, 9, (i >> 8) as u8, i as u8]));
     let places = limits::MAX_EGRESS_IPS as u32 - 1;
     let with = |n: u32| {
@@ -405,7 +405,7 @@ fn overflow_open_egress_ips_that_do_not_fit_are_refused_and_all_else_goes_on() {
 }
 
 #[test]
-fn reused_pod_ip_another_pod_with_the_same_address_has_another_number() {
+fn reused_pod_ip_new_pod_gets_a_new_endpoint_number() {
     let mut view = rig::scene();
     let (mut encoder, mut present) = (Encoder::recover(&Tables::default()), Tables::default());
     let number = |tables: &Tables| tables.v4.endpoints[&net::v4([10, 1, 0, 2].into())].id;

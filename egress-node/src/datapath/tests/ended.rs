@@ -211,7 +211,7 @@ fn churn_closed_connections_make_room_for_new_ones_and_live_ones_stay() {
 }
 
 #[test]
-fn churn_faster_than_the_collectors_rounds_beside_silent_connections_is_not_refused() {
+fn churn_faster_than_the_collectors_rounds_is_not_refused_beside_idle_flows() {
     for (n, pod) in POD.into_iter().enumerate() {
         let pod = addr(pod);
         let mut view = limited();
@@ -228,7 +228,7 @@ fn churn_faster_than_the_collectors_rounds_beside_silent_connections_is_not_refu
 }
 
 #[test]
-fn churn_questions_that_are_answered_make_room_and_streams_stay() {
+fn churn_answered_udp_queries_make_room_and_streams_stay() {
     for (n, pod) in POD.into_iter().enumerate() {
         let pod = addr(pod);
         let Some(mut rig) = Reused::new(&format!("churn-udp-{n}"), &limited()) else { return };
@@ -280,7 +280,7 @@ fn churn_questions_that_are_answered_make_room_and_streams_stay() {
 }
 
 #[test]
-fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_with() {
+fn forged_close_outside_segments_alone_never_end_a_connection() {
     for (n, pod) in POD.into_iter().enumerate() {
         let pod = addr(pod);
         let mut view = limited();
@@ -320,7 +320,7 @@ fn forged_close_no_segment_from_outside_ends_a_connection_that_the_pod_goes_on_w
 
 /// Until the server has answered, a forged refusal cannot be told from a real one.
 #[test]
-fn forged_close_a_refusal_is_void_once_the_server_accepts() {
+fn forged_close_refusal_is_ignored_once_the_server_accepts() {
     for (n, pod) in POD.into_iter().enumerate() {
         let pod = addr(pod);
         let mut view = limited();
@@ -368,7 +368,7 @@ fn was_sent(wire: &OwnedFd, frame: &[u8]) -> bool {
 }
 
 #[test]
-fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection() {
+fn reset_in_flight_challenges_the_pod_and_only_its_own_reset_ends_the_flow() {
     if nix::unistd::geteuid().is_root() {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
         assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
@@ -390,7 +390,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
                 let (verdict, out) = rig.run("uplink_ingress", &reset(one.seen.0, one.seen.1));
                 let asked = segment((one.server, pod), (443, one.port), ACK, one.next.1 - 1, one.next.0);
                 assert_eq!(verdict, REDIRECT);
-                assert_eq!(out[14..], asked[14..], "the question is no such segment");
+                assert_eq!(out[14..], asked[14..], "the challenge is not the expected segment");
                 assert!(was_sent(&wire, &[&out[..14], &reset(pod, one.port)[14..]].concat()), "the reset is lost");
             }
         }
@@ -424,7 +424,7 @@ fn reset_in_flight_the_pod_is_asked_and_only_its_own_reset_ends_the_connection()
 }
 
 #[test]
-fn reused_pod_ip_a_pod_inherits_neither_flows_nor_a_used_up_share() {
+fn reused_pod_ip_new_pod_inherits_neither_flows_nor_quota_usage() {
     for (n, pod) in POD.into_iter().enumerate() {
         let pod = addr(pod);
         let mut view = limited();

@@ -237,7 +237,7 @@ fn send_as(protocol: u16, ifindex: u32, frame: &[u8]) {
 }
 
 #[test]
-fn a_packet_socket_that_lies_about_the_protocol_does_not_send_with_an_egress_ip() {
+fn a_packet_socket_that_lies_about_the_protocol_cannot_send_with_an_egress_ip() {
     let Some(mut rig) = Rig::new("exit-protocol", &NodeView::default()) else { return };
     in_netns("exit-protocol", || async move {
         let (net, other) = (Net::here(), NetNs::create());
@@ -264,7 +264,7 @@ fn a_packet_socket_that_lies_about_the_protocol_does_not_send_with_an_egress_ip(
 
 /// Row mtu of docs/failures.md: from an underlay with large packets to an uplink with small ones.
 #[test]
-fn what_is_too_large_for_the_uplink_is_dropped_and_counted() {
+fn packets_too_large_for_the_uplink_are_dropped_and_counted() {
     const UPLINK_MTU: usize = 1_500;
     let Some(mut rig) = Rig::new("exit-large", &NodeView::default()) else { return };
     in_netns("exit-large", || async move {

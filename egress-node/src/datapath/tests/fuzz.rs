@@ -322,7 +322,10 @@ fn no_packet_gets_a_wrong_verdict_or_leaves_with_a_broken_checksum() {
         watch.borrow_mut().run(frame).unwrap_or_else(|error| panic!("{error}"));
     }
     let features = watch.borrow().seen.len();
-    assert!(features > 60 || writes.is_some(), "the corpus shows only {features} things: it has lost its subject");
+    assert!(
+        features > 60 || writes.is_some(),
+        "the corpus shows only {features} behaviours: it no longer covers the programs"
+    );
     // An emulated machine has time for fewer cases.
     let cases = std::env::var("SPILLWAY_FUZZ_CASES").map_or(6_000, |text| text.parse().unwrap());
     let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
@@ -337,5 +340,5 @@ fn no_packet_gets_a_wrong_verdict_or_leaves_with_a_broken_checksum() {
         })
         .unwrap();
     let sent = watch.borrow().sent;
-    assert!(sent > cases as usize / 12, "only {sent} packets were sent: the test has lost its subject");
+    assert!(sent > cases as usize / 12, "only {sent} packets were sent: the test no longer covers translation");
 }

@@ -34,7 +34,7 @@ fn between(src: IpAddr) -> Vec<(u8, Vec<u8>)> {
 
 /// docs/failures.md: forged-encap.
 #[test]
-fn no_pod_reaches_the_tunnels_port_whatever_its_destination() {
+fn no_pod_reaches_the_tunnels_port_at_any_destination() {
     let Some(mut rig) = rig("gate-tunnel", 0) else { return };
     let v4 = ([POD4, STRANGER, "10.1.0.99"], [SERVER4, "198.18.3.4", "10.0.0.2", "10.1.0.1", "255.255.255.255"]);
     let v6 = ([POD6, "fd00:1::3", "fe80::3"], [SERVER6, "fd00:2::1", "fd00:1::1", "ff02::1", "fe80::1"]);
@@ -78,7 +78,7 @@ fn pod_packets_that_cannot_be_read_up_to_udp_are_dropped() {
 
 /// docs/failures.md: forged-source.
 #[test]
-fn no_pod_has_an_egress_ip_or_another_nodes_pod_as_its_source() {
+fn no_pod_has_an_egress_ip_or_remote_pod_address_as_its_source() {
     let Some(mut rig) = rig("gate-source", 0) else { return };
     let sources = [
         (EGRESS4, SERVER4, Counter::DropForged),
@@ -139,7 +139,7 @@ fn said(rig: &Rig, egress: IpAddr, server: IpAddr) -> [Vec<u8>; 2] {
 
 /// docs/failures.md: forged-error.
 #[test]
-fn nothing_passes_in_either_direction_for_a_flow_that_the_firewall_has_not_let_pass() {
+fn nothing_passes_in_either_direction_for_an_unconfirmed_flow() {
     let Some(mut rig) = rig("gate-pending", flags::RESPECT_FIREWALL) else { return };
     for (pod, egress, server) in
         [(POD4, EGRESS4, SERVER4), (POD6, EGRESS6, SERVER6)].map(|(a, b, c)| (addr(a), addr(b), addr(c)))

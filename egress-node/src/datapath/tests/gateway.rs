@@ -126,7 +126,7 @@ fn otherhost_frames_with_any_inner_mac_address_are_forwarded() {
 }
 
 #[test]
-fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
+fn gateway_forwards_only_packets_from_ports_leased_to_the_sender() {
     let Some(mut rig) = Rig::new("gateway", &NodeView::default()) else { return };
     in_netns("gateway", || async move {
         let GatewayFixture { other, pod, .. } = &gateway(&mut rig).await;
@@ -192,7 +192,7 @@ fn a_gateway_sends_only_what_is_leased_to_the_node_that_sent_it() {
 }
 
 #[test]
-fn packets_of_the_nodes_own_sockets_reach_its_stack_and_those_of_flows_the_holder_of_the_block() {
+fn own_socket_packets_reach_the_stack_and_flow_packets_the_block_holder() {
     const ACK: u8 = 16;
     let Some(mut rig) = Rig::new("own-sockets", &NodeView::default()) else { return };
     in_netns("own-sockets", || async move {
@@ -245,7 +245,7 @@ fn received() -> u64 {
 }
 
 #[test]
-fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_stack_as_well() {
+fn masq_ports_replies_to_masqueraded_leased_ports_also_reach_the_stack() {
     let Some(mut rig) = Rig::new("masquerades", &NodeView::default()) else { return };
     in_netns("masquerades", || async move {
         Net::here().address("lo", "192.0.2.10/32").await;
@@ -336,7 +336,7 @@ fn masq_ports_replies_to_what_the_node_masquerades_from_leased_ports_reach_its_s
 }
 
 #[test]
-fn a_hint_leads_to_no_other_address_and_to_none_that_is_no_egress_ip_any_more() {
+fn egress_ip_hint_never_matches_another_or_a_removed_address() {
     let Some(mut rig) = Rig::new("hints", &NodeView::default()) else { return };
     let place = |a: &IpAddr| egress_common::egress::hint(net::any(*a)[3]);
     let wanted = place(&addr(EGRESS4));

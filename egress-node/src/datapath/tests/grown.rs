@@ -90,7 +90,7 @@ fn leaves(rig: &mut Rig, frame: &[u8]) -> (IpAddr, u16) {
 }
 
 #[test]
-fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_the_older_tables() {
+fn an_upgrade_to_longer_records_keeps_every_flow_and_opens_none_in_old_tables() {
     let sizes = Sizes { max_flows: 4 * u32::from(FLOWS), ..Sizes::default() };
     let Some(mut rig) = Rig::of_size("grown", &scene(), sizes) else { return };
     // Built first, because building takes longer than a flow may be idle.

@@ -61,7 +61,7 @@ where
 }
 
 #[test]
-fn half_pair_either_half_of_a_flow_is_built_anew_from_the_other() {
+fn half_pair_lost_half_of_a_flow_is_rebuilt_from_the_other() {
     for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
         let (pod, server) = (addr(pod), addr(server));
         for proto in [TCP, UDP] {
@@ -98,7 +98,7 @@ fn half_pair_either_half_of_a_flow_is_built_anew_from_the_other() {
 }
 
 #[test]
-fn flows_are_dated_by_the_clock_that_the_tools_read() {
+fn flow_timestamps_use_the_clock_that_the_tools_read() {
     let Some(mut rig) = Reused::new("dated", &scene()) else { return };
     let before = now_tick();
     let packet = seal(ip(addr(POD4), addr(SERVER4), UDP, &[], &udp(40_000, 443, b"data")));
@@ -166,7 +166,7 @@ fn server(n: u32) -> IpAddr {
 }
 
 #[test]
-fn lru_early_and_map_full_a_full_table_has_lost_no_flow_and_takes_no_more() {
+fn lru_early_and_map_full_table_keeps_its_flows_and_refuses_new_ones() {
     let Some(mut rig) = Rig::new("full", &lasting()) else { return };
     // As many flows as the tables hold (see [`SIZES`]).
     let all = 4096;
@@ -241,7 +241,7 @@ fn take_port<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>)
 }
 
 #[test]
-fn reused_halves_a_flow_whose_port_another_one_has_taken_goes_and_leaves_that_one_alone() {
+fn reused_halves_flow_that_lost_its_port_does_not_affect_the_new_holder() {
     for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
         let (pod, server) = (addr(pod), addr(server));
         let Some(mut rig) = Reused::new(&format!("reused-port-{n}"), &scene()) else { return };
@@ -278,7 +278,7 @@ fn begin_anew<A: Pod + Ord>(flows: &mut FlowsOf<A>, reverses: &mut ReversesOf<A>
 }
 
 #[test]
-fn reused_halves_a_reverse_half_that_its_flow_does_not_name_goes_with_the_next_reply() {
+fn reused_halves_orphaned_reverse_half_is_removed_by_the_next_reply() {
     for (n, (pod, server)) in [(POD4, SERVER4), (POD6, SERVER6)].into_iter().enumerate() {
         let (pod, server) = (addr(pod), addr(server));
         let Some(mut rig) = Reused::new(&format!("reused-reverse-{n}"), &scene()) else { return };

@@ -92,7 +92,7 @@ fn age(rig: &Rig, ticks: u32) {
 }
 
 #[test]
-fn a_record_of_the_outside_ends_when_it_is_idle_or_reset_or_the_pod_opens_its_own() {
+fn inbound_record_ends_on_idle_reset_or_a_connection_of_the_pod() {
     for (pod, server) in POD.into_iter().zip(SERVER) {
         let (pod, server) = (addr(pod), addr(server));
         let mut view = scene();
@@ -132,7 +132,7 @@ fn a_record_of_the_outside_ends_when_it_is_idle_or_reset_or_the_pod_opens_its_ow
 }
 
 #[test]
-fn reused_pod_ip_a_pod_answers_nothing_that_another_one_with_its_address_was_asked() {
+fn reused_pod_ip_new_pod_inherits_no_inbound_records() {
     for (n, (pod, server)) in POD.into_iter().zip(SERVER).enumerate() {
         let (pod, server) = (addr(pod), addr(server));
         let Some(mut rig) = Reused::new(&format!("inbound-inherited-{n}"), &scene()) else { return };
@@ -159,7 +159,7 @@ fn reused_pod_ip_a_pod_answers_nothing_that_another_one_with_its_address_was_ask
 
 /// Row syn-ack of docs/failures.md.
 #[test]
-fn syn_ack_without_a_record_passes_only_where_packets_may_come_in_unseen() {
+fn syn_ack_without_a_record_passes_only_if_inbound_may_be_unseen() {
     let mut view = scene();
     let Some(mut rig) = Reused::new("syn-ack", &view) else { return };
     for (pod, server) in POD.into_iter().zip(SERVER) {
@@ -192,7 +192,7 @@ fn syn_ack_without_a_record_passes_only_where_packets_may_come_in_unseen() {
 
 /// Row history of docs/failures.md.
 #[test]
-fn history_of_a_pod_ends_at_its_tick_and_what_was_used_before_goes_on() {
+fn history_of_a_pod_ends_at_its_tick_and_used_connections_continue() {
     let mut view = scene();
     view.config.as_mut().unwrap().tcp_established = 1_000;
     let Some(mut rig) = Reused::new("history", &view) else { return };
@@ -267,7 +267,7 @@ fn fragments_of_a_pods_answers_are_left_alone_like_their_first_one() {
 }
 
 #[test]
-fn what_leaves_with_the_nodes_address_does_so_in_fragments_and_after_its_first_segment() {
+fn what_leaves_with_the_nodes_address_includes_fragments_and_later_segments() {
     let view = without_gateway();
     let Some(mut rig) = Reused::new("as-node", &view) else { return };
     for (pod, server) in POD.into_iter().zip(SERVER) {
@@ -287,7 +287,7 @@ fn what_leaves_with_the_nodes_address_does_so_in_fragments_and_after_its_first_s
 }
 
 #[test]
-fn existing_connections_drop_cuts_what_the_pod_had_opened_before_and_nothing_else() {
+fn existing_connections_drop_ends_only_connections_that_the_pod_opened() {
     let without = without_gateway();
     let mut cuts = scene();
     cuts.policies.values_mut().for_each(|policy| policy.flags = policy_flags::EXISTING_DROP);
@@ -308,7 +308,7 @@ fn existing_connections_drop_cuts_what_the_pod_had_opened_before_and_nothing_els
 }
 
 #[test]
-fn a_pods_own_ping_and_one_from_outside_with_its_identifier_do_not_take_each_others_way() {
+fn own_and_inbound_pings_with_the_same_identifier_stay_separate() {
     let Some(mut rig) = Reused::new("inbound-ping", &scene()) else { return };
     for (pod, server) in POD.into_iter().zip(SERVER) {
         let (pod, server) = (addr(pod), addr(server));
@@ -328,7 +328,7 @@ fn a_pods_own_ping_and_one_from_outside_with_its_identifier_do_not_take_each_oth
 
 /// Row inbound-poison of docs/failures.md.
 #[test]
-fn inbound_poison_a_socket_of_the_host_is_not_the_outside() {
+fn inbound_poison_a_socket_of_the_host_creates_no_udp_or_ping_record() {
     let Some(mut rig) = Reused::new("inbound-host", &scene()) else { return };
     // Sent into the pod's link, or into `lo` and forwarded from there.
     let (made_here, looped) = ([(INGRESS_IFINDEX, 0)], [(INGRESS_IFINDEX, 1)]);

@@ -376,6 +376,6 @@ fn walk(test: &str, steps: usize, prepare: impl FnOnce(&mut NatFixture)) {
     }
     for counter in [Counter::FragmentHeld, Counter::FragmentReleased, Counter::Delivered, Counter::FirewallPassed] {
         let (seen, few) = (world.rig.count(counter), steps as u64 / 1_000);
-        assert!(seen >= few, "{} only {seen} times: the test has lost its subject", counter.name());
+        assert!(seen >= few, "{} only {seen} times: the test no longer covers it", counter.name());
     }
 }

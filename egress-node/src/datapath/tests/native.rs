@@ -116,7 +116,7 @@ impl Rig {
             assert_eq!((action, &out[..]), (PASS, frame));
             assert_eq!(self.count(Counter::XdpHop), before + 1, "{:?}", self.writer.maps().counters());
         }
-        panic!("the kernel never knows the next hop");
+        panic!("the kernel never learns the next hop");
     }
 
     /// Returns whether the programs at TC strip a tunnel's headers from packets of the other family: Linux 6.3 and later.
@@ -155,7 +155,7 @@ impl Rig {
                 return assert_eq!(counted, why.into_iter().collect::<Vec<_>>(), "{what}");
             }
         }
-        panic!("{what}: the kernel never knows the next hop");
+        panic!("{what}: the kernel never learns the next hop");
     }
 }
 

@@ -212,7 +212,7 @@ fn matching_packets_that_cannot_be_translated_are_dropped_with_the_reason() {
 
 /// Between two writes the table still names the slot of a gateway that is gone; an assignment does so for longer.
 #[test]
-fn dead_in_set_a_slot_that_may_not_be_used_takes_no_flow_though_the_table_names_it() {
+fn dead_in_set_unusable_slot_in_the_table_gets_no_flows() {
     let Some(mut rig) = Reused::new("not-usable", &scene()) else { return };
     let mut tables = rig.writer.present().clone();
     tables.members.values_mut().for_each(|member| member.usable = 0);
@@ -242,7 +242,7 @@ fn error(router: IpAddr, about: &[u8], quoted: usize) -> Vec<u8> {
 }
 
 #[test]
-fn an_error_about_a_translated_packet_reaches_the_pod_in_its_own_words() {
+fn icmp_error_about_a_translated_packet_is_translated_back_for_the_pod() {
     let Some(mut rig) = Reused::new("errors", &scene()) else { return };
     for (frame, _) in openings() {
         let translated = rig.run("pod_egress", &frame).1;
@@ -348,7 +348,7 @@ fn fragments_follow_their_first_one() {
 }
 
 #[test]
-fn what_arrives_for_an_egress_ip_and_belongs_to_nobody_never_reaches_the_stack() {
+fn unclaimed_packets_for_an_egress_ip_never_reach_the_stack() {
     let Some(mut rig) = Reused::new("uplink", &scene()) else { return };
     for (_, egress, server) in families() {
         let to = |port: u16| seal(ip(server, egress, TCP, &[], &tcp(443, port, SYN, &[])));
@@ -364,7 +364,7 @@ fn what_arrives_for_an_egress_ip_and_belongs_to_nobody_never_reaches_the_stack()
 }
 
 #[test]
-fn without_tunnel_metadata_nothing_comes_out_of_the_tunnel() {
+fn tunnel_packets_without_metadata_are_dropped() {
     let Some(mut rig) = Reused::new("no-metadata", &scene()) else { return };
     for (frame, _) in openings() {
         rig.dropped("tunnel_ingress", &frame, Counter::DropStranger);
@@ -372,7 +372,7 @@ fn without_tunnel_metadata_nothing_comes_out_of_the_tunnel() {
 }
 
 #[test]
-fn what_cannot_be_read_does_not_reach_the_stack_if_it_is_for_a_floating_egress_ip() {
+fn unreadable_packets_for_a_floating_egress_ip_never_reach_the_stack() {
     let mut view = scene();
     let Some(mut rig) = Reused::new("uplink-unreadable", &view) else { return };
     let many = [[60, 0, 1, 4, 0, 0, 0, 0].repeat(6), vec![UDP, 0, 1, 4, 0, 0, 0, 0]].concat();

@@ -54,7 +54,7 @@ impl Wire {
                 None => {
                     let ready = poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], 10_000u16).unwrap();
                     if ready == 0 {
-                        return Err(format!("{} of {count} fragments have entered again", frames.len()));
+                        return Err(format!("only {} of {count} fragments have re-entered", frames.len()));
                     }
                 }
             }
@@ -148,7 +148,7 @@ impl NatFixture {
             return if right {
                 Ok(())
             } else {
-                Err(format!("{source:?} of {of:?}, no first fragment of which was seen"))
+                Err(format!("{source:?} for {of:?}, whose first fragment was never seen"))
             };
         };
         let seen = match source {
@@ -246,7 +246,9 @@ impl NatFixture {
                 // The collector runs all the time, and may have removed the reverse half since.
                 let back = self.tables.back(&reply).map(|back| back.of(&reply)).or_else(|| self.nat.owner(&reply));
                 let tuple = back.filter(|tuple| tuple.pod == pod);
-                Outcome::Sent(tuple.ok_or_else(|| format!("{pod} gets what is not for it: {reply:?}, {back:?}"))?)
+                Outcome::Sent(
+                    tuple.ok_or_else(|| format!("{pod} gets a packet that is not for it: {reply:?}, {back:?}"))?,
+                )
             }
             Outcome::Dropped => Outcome::Dropped,
             Outcome::Passed => Outcome::Passed,

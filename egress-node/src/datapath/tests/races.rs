@@ -167,7 +167,7 @@ impl Judge<'_> {
                     return Err(format!("{t:?} leaves as {reply:?}"));
                 }
                 if self.nat.firewall && !asked && !self.confirmed.contains(&reply) {
-                    return Err(format!("{t:?} leaves without the firewall's word"));
+                    return Err(format!("{t:?} leaves without the firewall's approval"));
                 }
                 self.users.entry(reply).or_default().insert(*t);
                 Ok(())
@@ -272,13 +272,13 @@ impl Judge<'_> {
         for (reply, back) in backs {
             let t = back.of(reply);
             if flows.get(&t).map(|flow| flow.reply) != Some(*reply) && !self.is_over(&t) {
-                return Err(format!("nobody has {reply:?}, and it is taken for {t:?}"));
+                return Err(format!("no flow has {reply:?}, but its reverse half names {t:?}"));
             }
         }
         let kept =
             |(t, flow): &(&Tuple, &Forward)| flows.get(t) == Some(flow) || touched.contains(t) || self.is_over(t);
         match self.flows.iter().find(|entry| !kept(entry)) {
-            Some((t, _)) => Err(format!("{t:?} is gone, which nobody has touched")),
+            Some((t, _)) => Err(format!("{t:?} is gone, although no packet used it")),
             None => Ok(()),
         }
     }

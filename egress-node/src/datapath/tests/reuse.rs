@@ -105,7 +105,7 @@ fn a_first_packet_is_not_led_by_a_policy_record_of_the_other_family() {
 }
 
 #[test]
-fn a_packet_does_not_leave_as_the_flow_that_gets_the_memory_of_its_own() {
+fn packet_never_leaves_as_a_flow_that_reuses_its_entrys_memory() {
     let interrupts = Interrupts::new();
     let Some(mut rig) = Reused::new("reuse-flow", &scene()) else { return };
     let segment = |flags| seal(ip(addr(POD4), addr(SERVER4), TCP, &[], &tcp(40_000, 443, flags, &[])));
@@ -131,7 +131,7 @@ fn a_packet_does_not_leave_as_the_flow_that_gets_the_memory_of_its_own() {
 }
 
 #[test]
-fn a_reply_does_not_reach_the_pod_of_the_flow_that_gets_the_memory_of_its_own() {
+fn reply_never_reaches_a_pod_whose_flow_reuses_its_entrys_memory() {
     let interrupts = Interrupts::new();
     let Some(mut rig) = Reused::new("reuse-reverse", &scene()) else { return };
     let (verdict, first) =

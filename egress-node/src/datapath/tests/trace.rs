@@ -63,7 +63,7 @@ fn each_decision_about_the_pods_packets_is_told() {
 }
 
 #[test]
-fn nothing_is_told_of_others() {
+fn trace_reports_no_packets_of_other_pods() {
     let Some((mut rig, mut lines)) = traced("trace-others", &of_pod()) else { return };
     rig.run("pod_egress", &segment(STRANGER, SERVER4, SYN));
     assert_eq!(told(&mut lines), [""; 0]);

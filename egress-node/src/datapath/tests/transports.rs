@@ -46,7 +46,7 @@ fn inside(frame: &[u8]) -> &[u8] {
 }
 
 #[test]
-fn an_answer_to_a_probe_says_up_to_which_revision_the_askers_leases_are_in_the_tables() {
+fn probe_answer_reports_the_known_lease_revision_of_the_asker() {
     for underlay in UNDERLAYS {
         let Some(mut rig) = Reused::new("transport-probe", &gateway(underlay)) else { return };
         for (_, server, egress) in families() {
@@ -179,7 +179,7 @@ fn direct_changes_nothing_but_the_mac_addresses() {
 }
 
 #[test]
-fn a_direct_reply_finds_its_pod_on_a_node_that_carries_egress_ips_and_on_one_that_does_not() {
+fn direct_reply_reaches_its_pod_whether_or_not_the_node_is_a_carrier() {
     const CARRIED: &str = "192.0.2.77";
     for carries in [false, true] {
         let mut view = view(UNDERLAYS[0], transport::DIRECT);
@@ -359,7 +359,7 @@ fn direct_takes_packets_from_the_mac_address_of_the_blocks_holder_only() {
 
 /// If the tunnel's address is an egress IP, UDP packets other than tunnelled ones arrive there.
 #[test]
-fn fragments_and_options_of_replies_to_the_tunnels_own_address_are_not_taken_for_the_tunnels() {
+fn replies_to_the_tunnel_address_are_not_taken_for_tunnelled_packets() {
     let [ours, theirs] = UNDERLAYS[0];
     let mut view = gateway([ours, theirs]);
     let own = EgressView { node_address: true, here: true, ..view.egress_ips[&addr(EGRESS4)].clone() };

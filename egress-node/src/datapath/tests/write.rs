@@ -93,7 +93,7 @@ fn consistent(t: &Tables) -> Result<(), String> {
         }
         let Some(e) = e else { continue };
         if !t.v4.egress_index.values().chain(t.v6.egress_index.values()).any(|i| *i == key.egress) {
-            return fail(format!("a slot is the retired {e:?}"));
+            return fail(format!("a slot refers to the retired {e:?}"));
         }
     }
     for (key, egress) in &t.assignments {
@@ -327,7 +327,7 @@ fn the_generation_grows_with_every_change_of_classification() {
 }
 
 #[test]
-fn a_map_that_refuses_leaves_a_part_and_the_next_write_completes_it() {
+fn partial_write_after_a_map_error_is_completed_by_the_next_write() {
     let Some(dir) = BpfDir::new("refuse") else { return };
     let _programs = Programs::load_lazily(&dir.pins, Sizes { max_flows: 64, ..Sizes::default() }).unwrap();
     let mut writer = writer(&dir);

@@ -47,7 +47,7 @@ pub fn dropped() -> Vec<Dropped> {
     let astray = "first packets of flows that would have left by an interface without our program (nftables rule)";
     let forged = "packets for the UDP port of the nodes' tunnels from interfaces that may be pods' (nftables rule)";
     let looped = "packets of this host's sockets to its own tunnel port (nftables rule)";
-    let copied = "a gateway's copies of packets for leased ports of its own address that belong to nothing it masquerades (nftables rule)";
+    let copied = "a gateway's copies of packets for leased ports of its own address that match none of its masqueraded flows (nftables rule)";
     vec![
         Dropped { name: "drop_forward_tunnel_port", help: forged, packets: of(FORGED) },
         Dropped { name: "drop_not_seen", help: held, packets: of(HELD) },

@@ -28,8 +28,8 @@ fn shown(program: &str, arguments: &[&str]) -> String {
 }
 
 #[test]
-fn everything_is_made_once_mended_listed_and_removed() {
-    in_netns("everything_is_made_once_mended_listed_and_removed", async || {
+fn host_stack_path_is_created_once_repaired_listed_and_removed() {
+    in_netns("host_stack_path_is_created_once_repaired_listed_and_removed", async || {
         let net = Net::here();
         let tunnel = tunnel::ensure(&net.handle, &TunnelSpec::default()).await.unwrap();
         let spec = spec(tunnel.index);

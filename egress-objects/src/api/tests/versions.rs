@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn short_forms_are_of_the_version_before() {
+fn short_forms_exist_only_in_the_previous_version() {
     for (short, list, value) in
         [("egressGateway", "egressGateways", "{nodeSelector: {}}"), ("egressIPPool", "egressIPPools", "{name: a}")]
     {

@@ -139,14 +139,14 @@ impl<'a> ConditionWriter<'a> {
                 "all gateways have their maximum number of egress IPs: raise maxEgressIPsPerNode or the annotation spillway.io/max-egress-ips, or add a gateway".into()
             }
             OwnerReason::AddressElsewhere => {
-                format!("{address} is configured on a node that is not selected, or must be configured on a selected one and is not")
+                format!("{address} is configured on a node that is not selected, or is not configured on a selected node where it must be")
             }
         };
         let carried = matches!(ip.reason, OwnerReason::Preferred | OwnerReason::Failover);
         self.add(ConditionKind::Ready.as_str(), carried, ip.reason.as_str(), message);
         if ip.draining {
             let pool = ip.pool.as_ref().map(ToString::to_string).unwrap_or_default();
-            let message = format!("it was taken out of pool {pool}: {}", until(drain_timeout));
+            let message = format!("it was removed from pool {pool}: {}", until(drain_timeout));
             self.add(DRAINING, true, Reason::Draining.as_str(), message);
         }
     }
@@ -155,7 +155,7 @@ impl<'a> ConditionWriter<'a> {
     pub fn of_draining(&mut self, addresses: &[IpAddr], drain_timeout: Duration) {
         let addresses = addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let message = format!(
-            "in use and no longer in ipRanges: {addresses}: {}; put back what is to stay",
+            "in use and no longer in ipRanges: {addresses}: {}; restore the ranges of addresses that must stay",
             until(drain_timeout)
         );
         self.add(DRAINING, true, Reason::Draining.as_str(), message);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_policy_that_cannot_be_understood_is_in_force_and_says_so() {
+fn unreadable_policy_is_in_force_and_reports_its_problem() {
     let mut objects = objects();
     let spec = json!({"egressIPPool": {"name": "public"}, "bandwidth": {"rate": "100u"}});
     objects.policies = vec![policy("broken", spec)];
@@ -22,7 +22,7 @@ fn a_policy_that_cannot_be_understood_is_in_force_and_says_so() {
 }
 
 #[test]
-fn a_pool_that_cannot_be_understood_keeps_what_is_in_use_and_says_why() {
+fn unreadable_pool_keeps_addresses_in_use_and_reports_its_problem() {
     let mut objects = objects();
     let before = round(&mut objects, &health(), 100);
     let pool = Arc::make_mut(&mut objects.pools[0]);
@@ -41,7 +41,7 @@ fn a_pool_that_cannot_be_understood_keeps_what_is_in_use_and_says_why() {
 }
 
 #[test]
-fn a_gateway_that_was_away_carries_the_addresses_of_a_pool_that_cannot_be_understood_again() {
+fn returning_gateway_carries_the_addresses_of_an_unreadable_pool_again() {
     let mut objects = objects();
     round(&mut objects, &health(), 100);
     let spec = &mut Arc::make_mut(&mut objects.pools[0]).spec;

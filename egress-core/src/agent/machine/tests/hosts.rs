@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn an_address_that_another_pod_has_taken_as_well_stays_where_it_was() {
+fn address_that_two_pods_claim_stays_at_its_previous_interface() {
     let (mine, other, address) = (31, 32, ip("10.1.0.7"));
     let mut world = FactsFixture::new();
     for index in [mine, other] {
@@ -59,7 +59,7 @@ fn the_shaper_exists_for_as_long_as_the_tables_lead_packets_into_it() {
 }
 
 #[test]
-fn routes_are_withdrawn_also_if_the_tables_cannot_be_written() {
+fn routes_are_withdrawn_even_if_the_tables_cannot_be_written() {
     let (mut world, own) = (FactsFixture::new(), 2);
     let route = |world: &mut FactsFixture| world.egress(own).attachment.announce = Announce::Route;
     route(&mut world);

@@ -60,7 +60,7 @@ fn counts_that_take_long_are_far_apart() {
 }
 
 #[test]
-fn a_status_that_cannot_be_written_is_tried_ever_less_often() {
+fn failed_status_write_is_retried_less_and_less_often() {
     let ms = Duration::from_millis;
     let mut shell = Shell::new(&FactsFixture::new());
     shell.fails.insert("WriteStatus");
@@ -87,7 +87,7 @@ fn a_status_that_cannot_be_written_is_tried_ever_less_often() {
 }
 
 #[test]
-fn changes_of_routes_alone_lead_to_a_round_a_second() {
+fn route_changes_alone_cause_at_most_one_round_a_second() {
     let ms = Duration::from_millis;
     let mut shell = Shell::new(&FactsFixture::new());
     let mut writes = Vec::new();
@@ -105,11 +105,11 @@ fn changes_of_routes_alone_lead_to_a_round_a_second() {
     }
     writes.retain(|at| *at >= 1_000);
     assert_eq!(writes, [1_000, 2_000, 2_500, 3_000]);
-    assert_eq!(shell.machine.facts().links.route_changes, 30, "they are known at once");
+    assert_eq!(shell.machine.facts().links.route_changes, 30, "they are known immediately");
 }
 
 #[test]
-fn what_was_left_out_of_the_tables_is_tried_once_more_at_once() {
+fn entries_left_out_of_the_tables_are_retried_once_immediately() {
     let mut shell = Shell::new(&FactsFixture::new());
     let overflow = Overflow { table: Table::Policies, wanted: 2, capacity: 1 };
     let mut writes = |names: &[&str]| {
