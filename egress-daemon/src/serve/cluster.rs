@@ -7,6 +7,7 @@ use super::{Click, Feed, INTERVAL, PATHS, routes};
 use crate::store::{Key, Store};
 use anyhow::{Context as _, Result, bail};
 use axum::{Router, body::Body};
+use egress_core::model::{PolicyId, PolicyKind};
 use egress_objects::api::{EgressGatewayPolicy, EgressIP, EgressPolicy, egress_ip_name};
 use futures::{StreamExt as _, stream};
 use hyper_util::{
@@ -216,15 +217,17 @@ fn view(
 /// Explains a path by its objects, without the messages of conditions, because these name pods.
 fn explain(store: &Store, click: &Click) -> Result<String> {
     let (Some(policy), Some(address)) = (&click.policy, &click.egress_ip) else { bail!("no policy is named") };
-    let conditions = match policy.split_once('/') {
-        Some((namespace, name)) => {
-            let policy = store.get::<EgressPolicy>(&Key::namespaced(namespace, name));
-            policy.and_then(|policy| Some(policy.status.as_ref()?.conditions.clone()))
+    let id: PolicyId = policy.parse()?;
+    let key = Key::parse(&id.name);
+    let conditions = match id.kind {
+        PolicyKind::Native => {
+            store.get::<EgressGatewayPolicy>(&key).and_then(|policy| Some(policy.status.as_ref()?.conditions.clone()))
         }
-        None => {
-            let policy = store.get::<EgressGatewayPolicy>(&Key::cluster(policy));
-            policy.and_then(|policy| Some(policy.status.as_ref()?.conditions.clone()))
+        PolicyKind::Namespaced => {
+            store.get::<EgressPolicy>(&key).and_then(|policy| Some(policy.status.as_ref()?.conditions.clone()))
         }
+        // Spillway reports on other projects' objects by events.
+        PolicyKind::Cilium | PolicyKind::Antrea => None,
     };
     let mut text = format!("Policy {policy}:\n");
     for Condition { type_, status, reason, .. } in conditions.unwrap_or_default() {
@@ -244,10 +247,11 @@ fn explain(store: &Store, click: &Click) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::Files;
 
     const TEXT: &str = r#"# HELP spillway_policy_flows flows
 spillway_policy_flows{policy="web",namespace="prod",egress_ip="192.0.2.10"} 4.0
-spillway_policy_flows{policy="prod/own",namespace="prod",egress_ip="192.0.2.11"} 0.0
+spillway_policy_flows{policy="ns/prod/own",namespace="prod",egress_ip="192.0.2.11"} 0.0
 spillway_policy_flows_opened_total{policy="web",namespace="prod",egress_ip="192.0.2.10"} 10
 spillway_policy_packets_total{policy="web",namespace="prod",egress_ip="192.0.2.10",direction="sent"} 30
 spillway_policy_packets_total{policy="web",namespace="prod",egress_ip="192.0.2.10",direction="received"} 10
@@ -297,5 +301,34 @@ spillway_build_info{version="0.1.0"} 1.0
         };
         let found = addresses(&[node("a", "InternalIP"), node("b", "ExternalIP")]);
         assert_eq!(found, [("a".to_owned(), "10.0.0.1".parse().unwrap())].into());
+    }
+
+    #[tokio::test]
+    async fn explain_finds_policies_by_the_names_of_the_metrics() {
+        let dir = tempfile::tempdir().unwrap();
+        let policy = |kind: &str, metadata: Value, reason: &str| {
+            let ready = json!({"type": "Ready", "status": "False", "reason": reason, "message": "pod a waits",
+                "lastTransitionTime": "2026-01-01T00:00:00Z"});
+            let (egress, to) = (json!([{"name": "public"}]), json!(["0.0.0.0/0"]));
+            json!({"apiVersion": "spillway.io/v1beta1", "kind": kind, "metadata": metadata, "status": {"conditions": [ready]},
+                "spec": {"selectors": [{"podSelector": {}}], "destinationCIDRs": to, "egressIPPools": egress}})
+        };
+        let objects = [
+            policy("EgressGatewayPolicy", json!({"name": "web"}), "OfTheCluster"),
+            policy("EgressPolicy", json!({"name": "web", "namespace": "prod"}), "OfANamespace"),
+        ];
+        let text = objects.map(|object| object.to_string()).join("\n---\n");
+        std::fs::write(dir.path().join("policies.yaml"), text).unwrap();
+        let store = Files::open(dir.path()).unwrap();
+        let explained = |policy: &str| {
+            let (policy, egress_ip) = (Some(policy.to_owned()), Some("192.0.2.10".to_owned()));
+            explain(&store, &Click { policy, egress_ip, node: String::new(), pod: String::new(), to: String::new() })
+        };
+        let text = explained("web").unwrap();
+        assert!(text.contains("Ready is False (OfTheCluster)") && !text.contains("pod a"), "{text}");
+        let text = explained("ns/prod/web").unwrap();
+        assert!(text.contains("Ready is False (OfANamespace)"), "{text}");
+        assert!(!explained("cegp/web").unwrap().contains("Ready"), "no object of another kind");
+        assert!(explained("prod/web").unwrap_err().to_string().contains("ns/NAMESPACE/NAME"));
     }
 }

@@ -62,8 +62,7 @@ impl Default for Feed {
 }
 
 impl Feed {
-    /// Takes a line of `egressctl top -o json`. `node` is the node's name unless the line has one. Ignores lines that are not
-    /// JSON.
+    /// Takes a line of `egressctl top -o json`. `node` is the node's name unless the line has one. Ignores lines that are not JSON.
     pub fn take(&self, node: &str, line: &str) {
         let Ok(view) = serde_json::from_str::<Value>(line) else { return };
         let name = view["node"].as_str().unwrap_or(node).to_owned();
