@@ -29,9 +29,9 @@ use crate::{
         note,
         packet::{ARP, IPV4, IPV6, Packet, SERVICE_VLAN, VLAN},
     },
-    source::{gate, guard, steer},
+    source::{guard, steer},
     tables::{
-        maps, stats,
+        gate, maps, stats,
         trace::{self, Step},
     },
     transports::{exit, probe, send, vxlan},

@@ -12,11 +12,11 @@ use crate::{
         note,
         packet::{Packet, now_tick},
     },
-    source::gate,
     tables::{
         classify::{self, Class},
         datagram,
         family::Family,
+        gate,
         maps::CONFIG,
         stats,
         trace::{self, Step},

@@ -73,8 +73,7 @@ impl<C: Context> Packet<C> {
 
     /// Returns `index` [`hidden`], below `SIZE` (a power of two).
     ///
-    /// Without CAP_PERFMON the verifier refuses an array access whose index has different bounds on different paths through
-    /// the program.
+    /// Without CAP_PERFMON the verifier refuses an array access whose index has different bounds on different paths through the program.
     #[inline(always)]
     pub fn hide<const SIZE: usize>(&self, index: usize) -> usize {
         const { assert!(SIZE.is_power_of_two()) };

@@ -2,7 +2,6 @@
 
 pub mod deliver;
 pub mod fragment;
-pub mod gate;
 pub mod guard;
 pub mod icmp;
 pub mod masquerade;

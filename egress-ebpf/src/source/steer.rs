@@ -13,11 +13,12 @@ use crate::{
         fields::{Ip, Kind, L4Header, Part},
         packet::{IPV4, Packet, now_tick},
     },
-    source::{fragment, gate, icmp, service, translated},
+    source::{fragment, icmp, service, translated},
     tables::{
         classify::{self, Class},
         datagram,
         family::Family,
+        gate,
         maps::{CONFIG, EGRESS_IPS},
         share, stats,
         trace::{self, Step},

@@ -1,10 +1,11 @@
-//! The maps, and lookups in them that need no flow: policies, pods, datagrams, counters.
+//! The maps, and what lookups in them decide without a flow: policies, pods, the gate, datagrams, counters.
 
 pub mod classify;
 pub mod datagram;
 pub mod deadline;
 pub mod egress;
 pub mod family;
+pub mod gate;
 pub mod maps;
 pub mod share;
 pub mod stats;

@@ -2,7 +2,6 @@
 //!
 //! Every frame passes [`frame`]; every packet without a flow in the table passes [`packet`] before any other decision about it. A packet
 //! of a flow has passed with the flow's first packet: its addresses and ports are the same, and its interface is compared with the flow's.
-//! interface is compared with the flow's.
 
 use crate::{
     headers::{
