@@ -93,7 +93,7 @@ impl Devices {
     /// Sets the interfaces, by index. The kernel removes interfaces that disappear.
     pub fn set(&mut self, wanted: &BTreeSet<u32>) -> Result<(), MapsError> {
         let access = |source| MapsError::Access { map: NAME, source };
-        let present: BTreeSet<u32> = self.map.keys().filter_map(Result::ok).collect();
+        let present: BTreeSet<u32> = self.map.keys().collect::<Result<_, _>>().map_err(access)?;
         for index in wanted - &present {
             match self.map.insert(index, index, None, 0) {
                 Ok(()) => {}

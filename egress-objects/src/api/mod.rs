@@ -45,8 +45,7 @@ use kube::CustomResourceExt;
 pub const GROUP: &str = "spillway.io";
 /// Version of the kinds that users write. The meaning of its fields does not change: docs/install.md states the promise.
 pub const VERSION: &str = "v1beta1";
-/// The previous version of those kinds, which clusters still serve, and the version of the kinds that Spillway itself
-/// writes.
+/// The previous version of those kinds, which clusters still serve, and the version of the kinds that Spillway itself writes.
 pub const ALPHA: &str = "v1alpha1";
 /// Node annotation that overrides `maxEgressIPsPerNode` of every pool and of the configuration; a number from 0 to 255.
 pub const MAX_EGRESS_IPS_ANNOTATION: &str = "spillway.io/max-egress-ips";

@@ -137,13 +137,11 @@ pub struct EndpointSelector {
     .message("a gateway has either an egressIP or an interface: remove one of them (neither means the address of the \
               default route's interface)"))]
 pub struct EgressGateway {
-    /// The nodes that may be this gateway. One of them is chosen; another takes over when it fails. Empty selects every
-    /// node.
+    /// The nodes that may be this gateway. One of them is chosen; another takes over when it fails. Empty selects every node.
     #[schemars(schema_with = "schema::label_selector")]
     pub node_selector: LabelSelector,
 
-    /// The source address that the outside sees. If no node has it configured, it floats: the gateway answers ARP and
-    /// NDP for it.
+    /// The source address that the outside sees. If no node has it configured, it floats: the gateway answers ARP and NDP for it.
     #[serde(default, rename = "egressIP", skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::ip")]
     pub egress_ip: Option<String>,

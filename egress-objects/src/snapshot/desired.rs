@@ -27,8 +27,7 @@ use egress_core::{
     plan::{Assigned, BlockState, Blocks, EgressIpPlan, Plan},
 };
 
-/// The desired objects and statuses, by object name. EgressIP and EgressNode objects that exist and are not named here
-/// should be deleted.
+/// The desired objects and statuses, by object name. EgressIP and EgressNode objects that exist and are not named here should be deleted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Desired {
     /// EgressIP objects, spec and status.

@@ -100,6 +100,10 @@ fn antrea_range(range: &IPRange, reader: &mut Reader) -> Vec<IpNet> {
     match (end(&range.start), end(&range.end)) {
         (Some(IpAddr::V4(start)), Some(IpAddr::V4(end))) => Ipv4Subnets::new(start, end, 0).map(IpNet::from).collect(),
         (Some(IpAddr::V6(start)), Some(IpAddr::V6(end))) => Ipv6Subnets::new(start, end, 0).map(IpNet::from).collect(),
+        (Some(start), Some(end)) => {
+            reader.problem(field, format!("{start} and {end} are of different families"), REMEDY);
+            Vec::new()
+        }
         _ => Vec::new(),
     }
 }
@@ -188,7 +192,12 @@ mod tests {
         let said: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
         assert_eq!(
             said,
-            ["\"10.1.0.0\" is not understood", "0.0.0.0/0 covers every address", "\"\" is not understood"]
+            [
+                "\"10.1.0.0\" is not understood",
+                "0.0.0.0/0 covers every address",
+                "\"\" is not understood",
+                "10.4.0.2 and fd04::2 are of different families"
+            ]
         );
     }
 }

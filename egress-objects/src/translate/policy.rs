@@ -17,8 +17,8 @@ pub const KIND: &str = "EgressGatewayPolicy";
 /// The kind of policies that belong to a namespace.
 pub const NAMESPACED: &str = "EgressPolicy";
 const CIDR: &str = "write a network such as 203.0.113.0/24 or 2001:db8::/32";
-/// The largest number of addresses that a policy has of one pool.
-const MAX_COUNT: u32 = 1024;
+/// The largest number of addresses that a policy or a namespace has of one pool.
+pub(super) const MAX_COUNT: u32 = 1024;
 /// The remedy for an invalid address.
 pub(super) const ADDRESS: &str = "write an address such as 192.0.2.10 or 2001:db8::10";
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::policy::same;
+use super::policy::{MAX_COUNT, same};
 use super::scalar::duration;
 use super::{Problem, Reader, sound};
 use crate::api;
@@ -93,10 +93,8 @@ fn quotas(reader: &mut Reader, written: &[api::Quota]) -> Vec<Quota> {
     for (at, quota) in written.iter().enumerate() {
         let namespaces = reader.selector(&quota.namespace_selector, &format!("spec.quotas[{at}].namespaceSelector"));
         match u32::try_from(quota.max_egress_ips) {
-            Ok(max) => quotas.push(Quota { namespaces, max }),
-            Err(_) => {
-                reader.problem(format!("spec.quotas[{at}].maxEgressIPs"), "it is out of range", "write 0 to 1024")
-            }
+            Ok(max @ ..=MAX_COUNT) => quotas.push(Quota { namespaces, max }),
+            _ => reader.problem(format!("spec.quotas[{at}].maxEgressIPs"), "it is out of range", "write 0 to 1024"),
         }
     }
     quotas

@@ -216,10 +216,12 @@ fn pool_with_every_field_is_translated_and_an_invalid_one_refused() {
             "subnetInfo": {"gateway": "192.0.2.1", "prefixLength": 64, "vlan": 5000},
             "maxEgressIPsPerNode": 0,
             "failback": {"delay": "soon"},
-            "portBlockSize": 32
+            "portBlockSize": 32,
+            "quotas": [{"maxEgressIPs": 1024}, {"maxEgressIPs": 1025}]
         }),
     )));
-    assert_eq!(told.len(), 8, "{told:#?}");
+    assert_eq!(told.len(), 9, "{told:#?}");
+    assert!(told.iter().any(|text| text.contains("spec.quotas[1].maxEgressIPs")), "{told:#?}");
     assert!(told.iter().any(|text| text.contains("spec.ipRanges[1]: 192.0.2.1 lies before 192.0.2.9")), "{told:#?}");
 }
 
