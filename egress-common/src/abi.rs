@@ -11,9 +11,8 @@ pub const VNI_FORWARD: u32 = 0x53_50_01;
 pub const VNI_REPLY: u32 = 0x53_50_02;
 /// VXLAN network identifier of probes.
 pub const VNI_PROBE: u32 = 0x53_50_03;
-/// Source MAC address of tunnelled frames. It must differ from every tunnel device's own address: VXLAN drops a frame
-/// that seems to come from the receiving device itself (`vxlan_rcv`, `ether_addr_equal(eth_hdr(skb)->h_source,
-/// vxlan->dev->dev_addr)`).
+/// Source MAC address of tunnelled frames. It must differ from every tunnel device's own address: VXLAN drops a frame that seems to come
+/// from the receiving device itself (`vxlan_rcv`, `ether_addr_equal(eth_hdr(skb)->h_source, vxlan->dev->dev_addr)`).
 pub const INNER_SRC_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 1];
 /// Destination MAC address of tunnelled frames.
 pub const INNER_DST_MAC: [u8; 6] = [0x02, 0x53, 0x57, 0, 0, 2];

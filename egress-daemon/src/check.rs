@@ -1,7 +1,6 @@
 //! `egress-daemon check`: reports what this node can do, with a remedy for each problem. Changes nothing.
 //!
-//! `facts` inspects the node and `judge` decides; `pre` inspects a cluster and `cluster` decides. `judge` and `cluster`
-//! are pure.
+//! `facts` inspects the node and `judge` decides; `pre` inspects a cluster and `cluster` decides. `judge` and `cluster` are pure.
 
 mod cluster;
 mod facts;

@@ -1,5 +1,4 @@
-//! A simulated controller: `controller::run` and `controller::apply` without partial rounds, events and the statuses that
-//! users read.
+//! A simulated controller: `controller::run` and `controller::apply` without partial rounds, events and the statuses that users read.
 
 use super::{
     api::{Client, Object, Reader, Stored},

@@ -1,5 +1,4 @@
-//! Interleaved rounds: each load in each family runs with all variants in turn, so that a change of the machine affects
-//! all of them.
+//! Interleaved rounds: each load in each family runs with all variants in turn, so that a change of the machine affects all of them.
 
 use std::collections::BTreeMap;
 use std::time::Instant;

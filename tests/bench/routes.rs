@@ -61,8 +61,7 @@ pub fn plain(lab: &Lab) -> Result<()> {
     Ok(())
 }
 
-/// Sets up a gateway made of iptables rules, in both directions. conntrack runs on both nodes, as in every cluster
-/// whose nodes masquerade.
+/// Sets up a gateway made of iptables rules, in both directions. conntrack runs on both nodes, as in every cluster whose nodes masquerade.
 pub fn stock(lab: &Lab) -> Result<()> {
     let (worker, gateway) = (lab.node("worker1"), lab.node("gw1"));
     let pods = address::pod_prefixes(worker.index);

@@ -1,5 +1,4 @@
-//! The proof of "never the wrong address": all packets from pods at a server's interface, and those among them with a
-//! wrong source.
+//! The proof of "never the wrong address": all packets from pods at a server's interface, and those among them with a wrong source.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

@@ -88,9 +88,8 @@ fn flood_of_new_flows_uses_up_only_the_pods_own_quota() {
     });
 }
 
-/// docs/failures.md: churn, inbound-flood. Two pods open short connections to thousands of servers, enough to fill the
-/// flow table several times; the outside opens as many to a third pod. None is refused, and a neighbour keeps its
-/// silent connections and opens new ones.
+/// docs/failures.md: churn, inbound-flood. Two pods open short connections to thousands of servers, enough to fill the flow table several
+/// times; the outside opens as many to a third pod. None is refused, and a neighbour keeps its silent connections and opens new ones.
 #[test]
 fn churn_of_pods_and_an_inbound_flood_cost_their_neighbour_nothing() {
     /// A pod's quota is three quarters of this.

@@ -119,8 +119,7 @@ fn egress_with_only_an_address_follows_the_node_that_has_it() {
         for node in ["gw2", "gw3"] {
             lab.node(node).ns.ip(&[format!("addr add {own}/24 dev ext0")])?;
             wait_owner(lab, own, |owner| owner == node)?;
-            // The server still has the neighbour entry of the previous node. An administrator who moves an address
-            // announces it.
+            // The server still has the neighbour entry of the previous node. An administrator who moves an address announces it.
             server.ns.ip(&["neigh flush all".to_owned()])?;
             wait_sources(&pod.ns, &server, V4, &[own])?;
             let slots = wait_status(lab, "Egress", "egress-web", |status| status["egressNode"] == node)?;

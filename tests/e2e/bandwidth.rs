@@ -21,8 +21,7 @@ const LIMIT: &str = "\n  bandwidth: {rate: 80M, burst: 800k}";
 /// Headers of a TCP segment: IPv4, TCP, and its timestamps, which the kernel's segment size does not include.
 const HEADERS: u64 = 20 + 20 + 12;
 
-/// Transfers data for about five seconds in eight concurrent streams, distributed over the pods. Returns the bits per
-/// second of IP packets.
+/// Transfers data for about five seconds in eight concurrent streams, distributed over the pods. Returns the bits per second of IP packets.
 fn eight_streams(pods: &[Pod], server: &Server, direction: Direction) -> Result<f64> {
     let _listening = BulkServer::start(&server.ns, &server.ips.both(5001))?;
     let bytes = (RATE / 8.0 * 5.0 / 8.0) as u64;
@@ -140,15 +139,13 @@ fn eight_streams_reach_the_rate_and_a_flood_no_more() {
         measure(|| {
             let before = counter(lab, "gw1", "drop_bandwidth")?;
             let flood = flood(&pods[0], &server, 1)?;
-            // Every datagram that the limit dropped is counted. The queues of the lab's links may lose some of a flood
-            // before the limit.
+            // Every datagram that the limit dropped is counted. The queues of the lab's links may lose some of a flood before the limit.
             let (dropped, missing) = (counter(lab, "gw1", "drop_bandwidth")? - before, flood.sent - flood.received);
             let lost = format!("{missing} of {} datagrams are missing, {dropped} were counted", flood.sent);
             ensure!(dropped <= missing, "{lost}");
             Ok(at_rate("UDP", flood.rate)?.and(if dropped * 100 >= missing * 95 { Ok(()) } else { Err(lost) }))
         })?;
-        // The limit belongs to the egress IP: pods with another egress IP are not slowed down. Without limits there is
-        // no shaper.
+        // The limit belongs to the egress IP: pods with another egress IP are not slowed down. Without limits there is no shaper.
         limited(lab, "")?;
         lab::wait_for("the shaper is gone", crate::support::PATIENCE, || {
             Ok(lab.node("gw1").ns.ifindex("spillway-bw0").is_err())

@@ -280,8 +280,7 @@ fn agent_failure_costs_no_packet_with_or_without_a_control_plane() {
     });
 }
 
-/// `systemd` stops a node's pods with SIGTERM, and then the node. In this planned maintenance nothing is lost and no
-/// SYN is retransmitted.
+/// `systemd` stops a node's pods with SIGTERM, and then the node. In this planned maintenance nothing is lost and no SYN is retransmitted.
 #[test]
 fn a_gateway_that_is_shut_down_hands_over_what_it_carries_first() {
     under_load(&StartOptions::new(), |lab, load, victim| {

@@ -1,5 +1,4 @@
-//! Networks without ARP: agents announce and answer nothing, and Spillway reports each address's node, so that a cloud
-//! can act on it.
+//! Networks without ARP: agents announce and answer nothing, and Spillway reports each address's node, so that a cloud can act on it.
 
 use anyhow::Result;
 use lab::{Capture, Family, Lab, PodSpec, StartOptions};

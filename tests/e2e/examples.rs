@@ -1,5 +1,4 @@
-//! The shipped examples do what their comments say, in both families. (They are also tested on a real cluster, which
-//! has only IPv4.)
+//! The shipped examples do what their comments say, in both families. (They are also tested on a real cluster, which has only IPv4.)
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -83,8 +83,7 @@ fn reserved_port_egress_ip_of_a_node_works_beside_the_nodes_own_traffic() {
         let own = Family::BOTH.map(|family| egress(family, &[50])[0]);
         gateway.ns.ip(&[format!("addr add {}/24 dev ext0", own[0]), format!("addr add {}/64 dev ext0", own[1])])?;
         gateway.ns.wait_addressed(&["ext0"])?;
-        // The ports of the node's own connections, and those that its administrator reserves, are among the first
-        // blocks.
+        // The ports of the node's own connections, and those that its administrator reserves, are among the first blocks.
         gateway.ns.sysctls(&[
             ("net.ipv4.ip_local_port_range", "2048 4095"),
             ("net.ipv4.ip_local_reserved_ports", "5000-5005,5500"),

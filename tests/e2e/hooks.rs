@@ -1,5 +1,4 @@
-//! Other software at the hooks: programs before ours, programs that detach ours, packets that take other paths; and a
-//! tunnel port in use.
+//! Other software at the hooks: programs before ours, programs that detach ours, packets that take other paths; and a tunnel port in use.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -88,8 +87,7 @@ fn inbound_unseen_connections_of_the_outside_are_left_alone() {
              ip -6 route change default via fe80::ecee:eeff:feee:eeee dev eth0 src {}",
             addresses[0], addresses[1]
         ))?;
-        // Static neighbour entries: the pod and the node cannot resolve each other, because everything that the pod
-        // sends is redirected.
+        // Static neighbour entries: the pod and the node cannot resolve each other, because everything that the pod sends is redirected.
         let link = outside.ns.sh("ip -o link show eth0")?;
         let mac = link.split_whitespace().skip_while(|word| *word != "link/ether").nth(1).context("a MAC address")?;
         outside.ns.sh("ip neigh replace 169.254.1.1 lladdr ee:ee:ee:ee:ee:ee dev eth0 nud permanent

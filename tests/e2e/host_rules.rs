@@ -56,8 +56,7 @@ fn flows_with(
     });
 }
 
-/// docs/failures.md: rp-filter. With the tunnel device, replies arrive at an interface other than that of the route
-/// back.
+/// docs/failures.md: rp-filter. With the tunnel device, replies arrive at an interface other than that of the route back.
 #[test]
 fn rp_filter_strict_everywhere_drops_nothing() {
     flows_under(Lab::builder().rp_filter(1), "", |_, _| Ok(()));
@@ -114,8 +113,7 @@ fn ct_invalid_rule_drops_no_answer_to_a_packet_too_large_for_the_tunnel() {
     });
 }
 
-/// docs/failures.md: forward-drop. FORWARD accepts only packets from pods: no replies, and no packets that gateways
-/// send for other nodes.
+/// docs/failures.md: forward-drop. FORWARD accepts only packets from pods: no replies, and no packets that gateways send for other nodes.
 #[test]
 fn forward_drop_policy_drops_no_reply() {
     let [pods4, pods6] = address::PODS;

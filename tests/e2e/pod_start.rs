@@ -36,8 +36,7 @@ pub fn wait_held(lab: &Lab) -> Result<()> {
         .map(drop)
 }
 
-/// Starts eight eager pods sequentially. With `inherit`, each gets the addresses of a pod without a policy that has
-/// just been removed.
+/// Starts eight eager pods sequentially. With `inherit`, each gets the addresses of a pod without a policy that has just been removed.
 fn eager_pods_never_show_another_address(cni: Cni, inherit: bool) {
     Lab::builder().workers(1).gateways(2).cni(cni).run(|lab| {
         lab.manifests().write("web", &web(&[10, 11]))?;

@@ -201,8 +201,7 @@ fn two_nodes_never_use_the_same_port_of_an_egress_ip() {
     });
 }
 
-/// docs/failures.md: slow-count. An agent extends the deadline until which its node answers, even if a count takes
-/// longer than that.
+/// docs/failures.md: slow-count. An agent extends the deadline until which its node answers, even if a count takes longer than that.
 #[test]
 fn slow_count_of_a_large_flow_table_lets_no_deadline_pass() {
     Lab::builder().workers(1).gateways(1).run(|lab| {

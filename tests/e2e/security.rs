@@ -43,8 +43,7 @@ fn a_gateway_sends_only_what_the_holder_of_the_port_block_sent() {
             let port = leased_port(lab, family)?;
             let target = server.ips.at(family, 4242);
             let arrived = |packet: &lab::Packet| packet.ports().is_some_and(|(_, to)| to == target);
-            // A packet from a socket on a node does not pass the exit, so a host that forges the node's address on the
-            // underlay sends it.
+            // A packet from a socket on a node does not pass the exit, so a host that forges the node's address on the underlay sends it.
             let send = |from: IpAddr, to: &str, source: IpAddr, port: u16| {
                 let device = lab.node(to).underlay.at(Family::V4, TUNNEL_PORT);
                 send_vxlan_from(

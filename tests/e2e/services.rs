@@ -111,8 +111,7 @@ fn service_bypass_no_packet_for_an_endpoint_outside_leaves_past_the_policy() {
     }
 }
 
-/// docs/failures.md: service-bypass. A policy that lets its pods leave with the node's address also lets them do so
-/// through a Service.
+/// docs/failures.md: service-bypass. A policy that lets its pods leave with the node's address also lets them do so through a Service.
 #[test]
 fn service_bypass_drops_nothing_if_the_policy_allows_the_nodes_address() {
     Lab::builder().workers(1).gateways(1).run(|lab| {

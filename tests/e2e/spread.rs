@@ -135,8 +135,7 @@ fn ways(trace: &Trace, target: SocketAddr) -> BTreeMap<SocketAddr, BTreeSet<[u8;
     ways
 }
 
-/// Waits until connections of `pod` to a port of `server1` leave through all gateways. At first, not all carriers may
-/// be known.
+/// Waits until connections of `pod` to a port of `server1` leave through all gateways. At first, not all carriers may be known.
 pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
     let server = lab.server("server1");
     let all: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();

@@ -244,8 +244,7 @@ fn connections_that_are_older_than_the_policy_stay_on_their_path_or_are_cut() {
         let keep = lab.add_pod(PodSpec::new("keep", "worker1").label("app", "web"))?;
         let cut = lab.add_pod(PodSpec::new("cut", "worker1").label("app", "cut"))?;
         start(lab)?;
-        // Waits until the agent knows the pods, before the policies are added: a pod without any policy keeps its path
-        // to the outside.
+        // Waits until the agent knows the pods, before the policies are added: a pod without any policy keeps its path to the outside.
         let other = policy("other", &format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: other}}}}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]{}", gateways(&[12])));
         lab.manifests().write("other", &other)?;
         let witness = lab.add_pod(PodSpec::new("other", "worker1").label("app", "other"))?;

@@ -11,8 +11,7 @@ use serde_json::Value;
 
 use crate::support::{CALM, PATIENCE, web, web_pod, web_pod_with};
 
-/// The age of the time that the questions are about. Clocks are assumed to differ by up to two seconds, and a log is
-/// written every second.
+/// The age of the time that the questions are about. Clocks are assumed to differ by up to two seconds, and a log is written every second.
 const AGO: Duration = Duration::from_secs(4);
 
 /// Returns a time in the past as users write it.

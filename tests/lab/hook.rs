@@ -53,8 +53,7 @@ pub enum ChainPosition {
 pub enum Means {
     /// A TCX link.
     Tcx,
-    /// A filter of a clsact qdisc. The qdisc is created if it does not exist, and stays. TCX programs see packets
-    /// before every filter.
+    /// A filter of a clsact qdisc. The qdisc is created if it does not exist, and stays. TCX programs see packets before every filter.
     Clsact,
 }
 

@@ -39,8 +39,7 @@ pub fn chi_squared(observed: &[u64], weights: &[f64]) -> f64 {
     observed.iter().zip(weights).map(term).sum()
 }
 
-/// Returns whether `observed` is plausible for shares proportional to `weights`: a correct distribution fails with a
-/// probability of 0.001.
+/// Returns whether `observed` is plausible for shares proportional to `weights`: a correct distribution fails with a probability of 0.001.
 pub fn fits(observed: &[u64], weights: &[f64]) -> bool {
     chi_squared(observed, weights) <= chi_squared_limit(observed.len().saturating_sub(1))
 }
@@ -50,8 +49,7 @@ pub fn is_even(observed: &[u64]) -> bool {
     fits(observed, &vec![1.0; observed.len()])
 }
 
-/// Returns the value that a chi-squared statistic exceeds with a probability of 0.001 (Wilson and Hilferty's
-/// approximation, within 4 %).
+/// Returns the value that a chi-squared statistic exceeds with a probability of 0.001 (Wilson and Hilferty's approximation, within 4 %).
 pub fn chi_squared_limit(degrees_of_freedom: usize) -> f64 {
     const QUANTILE: f64 = 3.090_232;
     if degrees_of_freedom == 0 {

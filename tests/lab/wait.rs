@@ -15,8 +15,7 @@ fn slowness() -> u32 {
     std::env::var("SPILLWAY_SLOWNESS").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
-/// Waits until `condition` returns `Ok(true)`. An error of the condition counts as "not yet", and is part of the
-/// message after the timeout.
+/// Waits until `condition` returns `Ok(true)`. An error of the condition counts as "not yet", and is part of the message after the timeout.
 pub fn wait_for(what: &str, timeout: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_until(what, timeout, &mut condition, |met| *met).map(drop)
 }

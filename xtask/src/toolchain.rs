@@ -152,8 +152,7 @@ fn belongs_to_outer_build(name: &str) -> bool {
 }
 
 impl Rust {
-    /// Finds the first toolchain with the sources: Debian's (setup links bpf-linker with its LLVM), the active one, then
-    /// any of rustup's.
+    /// Finds the first toolchain with the sources: Debian's (setup links bpf-linker with its LLVM), the active one, then any of rustup's.
     pub fn find() -> Option<Self> {
         let mut candidates = vec![PathBuf::from("/usr/bin/rustc")];
         candidates.extend(search_path("rustc"));

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// How many heartbeats an agent sends in the time for which the programs trust one heartbeat.
 pub const OFTEN: u32 = 8;
 /// How long an agent that was stopped reads what has happened before it announces anything.
-const READ: Duration = Duration::from_secs(1);
+const SILENT_AFTER_STOP: Duration = Duration::from_secs(1);
 
 /// The times of an agent's heartbeats.
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +25,7 @@ impl Heartbeats {
     /// its egress IPs: the agent reads what has happened before it claims any.
     pub fn look(&mut self, now: Duration) -> bool {
         if now >= self.next + self.length {
-            self.silent_until = now + READ;
+            self.silent_until = now + SILENT_AFTER_STOP;
             self.next = self.silent_until;
         }
         now >= self.next

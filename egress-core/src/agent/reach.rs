@@ -68,28 +68,22 @@ pub struct LeaseWord {
 impl Reach {
     /// Creates the initial state: no other node carries what this node carries, so it does not matter whether others reach it.
     pub fn new(times: ProbeTimes) -> Self {
-        let (patience, later, quiet) =
-            (times.interval * times.misses, times.interval * 3 / 2, times.quick() * times.misses);
-        let (peers, asked) = (BTreeSet::new(), 0);
-        let [looked, heard, last] = [Duration::ZERO; 3];
-        let (company, held, since, others) = (false, None, None, None);
-        let (reached, doubted, replaced) = (true, false, false);
         Self {
-            patience,
-            later,
-            quiet,
-            peers,
-            asked,
-            looked,
-            heard,
-            last,
-            company,
-            held,
-            since,
-            others,
-            reached,
-            doubted,
-            replaced,
+            patience: times.interval * times.misses,
+            later: times.interval * 3 / 2,
+            quiet: times.quick() * times.misses,
+            peers: BTreeSet::new(),
+            asked: 0,
+            looked: Duration::ZERO,
+            heard: Duration::ZERO,
+            last: Duration::ZERO,
+            company: false,
+            held: None,
+            since: None,
+            others: None,
+            reached: true,
+            doubted: false,
+            replaced: false,
         }
     }
 

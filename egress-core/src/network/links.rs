@@ -91,8 +91,7 @@ impl Link {
     }
 }
 
-/// One next hop of a route to 0.0.0.0/0 or ::/0, in any table. A multipath route is several of these with the same
-/// metric.
+/// One next hop of a route to 0.0.0.0/0 or ::/0, in any table. A multipath route is several of these with the same metric.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DefaultRoute {
     /// True for ::/0.

@@ -60,8 +60,7 @@ struct Looks {
 }
 
 impl Looks {
-    /// Returns the connections to reopen: those that are unanswered `now` and were in the previous scan. Returns each
-    /// connection only once.
+    /// Returns the connections to reopen: those that are unanswered `now` and were in the previous scan. Returns each connection only once.
     fn look(&mut self, now: BTreeSet<Unanswered>) -> Vec<Unanswered> {
         let again: Vec<_> = now.intersection(&self.before).filter(|one| !self.again.contains(one)).copied().collect();
         self.again.extend(&again);

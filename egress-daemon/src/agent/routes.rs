@@ -44,8 +44,7 @@ impl Routes {
         }
     }
 
-    /// Looks up the routes to `addresses` and forgets all others. Known routes stay valid until links, addresses or
-    /// routes change.
+    /// Looks up the routes to `addresses` and forgets all others. Known routes stay valid until links, addresses or routes change.
     pub async fn find(&mut self, netlink: &Netlink, links: &LinkTable, addresses: &BTreeSet<IpAddr>) {
         if self.links != *links {
             self.found.clear();

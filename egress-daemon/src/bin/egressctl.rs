@@ -66,8 +66,7 @@ enum Command {
     Top(TopArgs),
     /// Serve a page that shows current flows, from pods through egress IPs and gateways to destinations
     ///
-    /// Runs until Ctrl-C. Read-only; anyone who can reach the address can see the page. For all nodes: kubectl spillway
-    /// serve.
+    /// Runs until Ctrl-C. Read-only; anyone who can reach the address can see the page. For all nodes: kubectl spillway serve.
     Serve {
         /// The address to listen on
         #[arg(long, value_name = "ADDR:PORT", default_value_t = serve::LISTEN)]

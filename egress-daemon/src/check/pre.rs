@@ -1,5 +1,4 @@
-//! Gathers the facts of a cluster in which Spillway need not be installed yet. Asks the API server, and does not judge
-//! the facts.
+//! Gathers the facts of a cluster in which Spillway need not be installed yet. Asks the API server, and does not judge the facts.
 
 use crate::store::Kubernetes;
 use anyhow::{Context as _, Result};

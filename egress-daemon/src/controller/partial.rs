@@ -55,8 +55,7 @@ impl Revisions {
     }
 }
 
-/// The state after a successful round. Its parts belong together: if it cannot be updated, it is discarded, and a full
-/// round rebuilds it.
+/// The state after a successful round. Its parts belong together: if it cannot be updated, it is discarded, and a full round rebuilds it.
 pub(super) struct Known {
     pub(super) memo: Memo,
     /// The problems in the objects.

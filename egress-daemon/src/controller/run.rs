@@ -74,8 +74,7 @@ pub(crate) fn objects(store: &Store) -> ApiObjects {
     }
 }
 
-/// Runs a controller on a store until `stop` is ready, then releases its leadership. `report` always has the controller's
-/// current state.
+/// Runs a controller on a store until `stop` is ready, then releases its leadership. `report` always has the controller's current state.
 pub async fn run(
     store: Store,
     config: ControllerConfig,

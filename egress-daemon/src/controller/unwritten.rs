@@ -1,5 +1,4 @@
-//! Failed writes that no node waits for, mainly statuses of users' objects. They are retried later and delay nothing else.
-//! Pure.
+//! Failed writes that no node waits for, mainly statuses of users' objects. They are retried later and delay nothing else. Pure.
 
 use super::pause;
 use crate::store::{ObjectRef, StoreError};

@@ -62,8 +62,7 @@ impl Drop for AdminServer {
     }
 }
 
-/// Binds the socket under another name and renames it, so that it never exists with wider permissions and replaces a dead
-/// agent's socket.
+/// Binds the socket under another name and renames it, so that it never exists with wider permissions and replaces a dead agent's socket.
 fn listen(path: &Path) -> io::Result<UnixListener> {
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory)?;

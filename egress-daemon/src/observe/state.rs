@@ -51,8 +51,7 @@ pub struct BlockCounts {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct TakeOverLengths {
-    /// The number of takeovers in each range with the upper bounds [`egress_core::agent::takeovers::BOUNDS_MS`], and above
-    /// all of them.
+    /// The number of takeovers in each range with the upper bounds [`egress_core::agent::takeovers::BOUNDS_MS`], and above all of them.
     pub counts: Vec<u64>,
     /// The sum of their durations, in milliseconds.
     pub sum_millis: u64,

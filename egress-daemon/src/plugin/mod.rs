@@ -181,8 +181,7 @@ impl Failure {
     }
 }
 
-/// Runs the plugin with the process's arguments. `understand` is `egressctl`'s own parser, which fails if there is no such
-/// command.
+/// Runs the plugin with the process's arguments. `understand` is `egressctl`'s own parser, which fails if there is no such command.
 pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<ExitCode, Failure> {
     let Cli { command, context, kubeconfig, namespace, node } = Cli::parse();
     let kubectl = Kubectl { context, kubeconfig, namespace };

@@ -15,8 +15,7 @@ pub type Membership = (u32, Ipv6Addr);
 /// The memberships of this node.
 #[derive(Debug, Default)]
 pub struct Groups {
-    /// The kernel limits the memberships of each socket (`net.core.optmem_max`: about three hundred with the smallest
-    /// default).
+    /// The kernel limits the memberships of each socket (`net.core.optmem_max`: about three hundred with the smallest default).
     sockets: Vec<UdpSocket>,
     joined: BTreeMap<Membership, usize>,
 }

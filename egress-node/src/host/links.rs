@@ -1,5 +1,4 @@
-//! Follows the links, addresses and default routes of this network namespace, and publishes each state as a
-//! [`LinkTable`].
+//! Follows the links, addresses and default routes of this network namespace, and publishes each state as a [`LinkTable`].
 //!
 //! Applies the kernel's reports (netlink multicast) one by one. Reads everything again when reports were lost (the socket's buffer overran,
 //! the connection broke), and also at long intervals.

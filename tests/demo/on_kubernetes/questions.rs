@@ -1,5 +1,4 @@
-//! Questions that operators get, on Kubernetes: answered by the kubectl plugin, and by a Prometheus that scrapes agents
-//! as usual.
+//! Questions that operators get, on Kubernetes: answered by the kubectl plugin, and by a Prometheus that scrapes agents as usual.
 
 use std::process::Command;
 

@@ -1,5 +1,4 @@
-//! The scenes of the demo, in the order in which they are shown. Each announces an event, causes it, and claims what
-//! must have been seen.
+//! The scenes of the demo, in the order in which they are shown. Each announces an event, causes it, and claims what must have been seen.
 
 mod change;
 mod controller;

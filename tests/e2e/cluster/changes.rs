@@ -48,8 +48,7 @@ fn address_reused(world: &InstalledCluster) -> Result<()> {
     world.policy("web", "web", "203.0.113.0/24", 1)?;
     let old = &pods[0];
     world.wait_sources(old, 0, &egress([10]))?;
-    // The bridge CNI assigns addresses in turn: resetting its memory of the last one gives the next pod the same
-    // address.
+    // The bridge CNI assigns addresses in turn: resetting its memory of the last one gives the next pod the same address.
     world.cluster.kubectl(&["delete", "deployment", "web", "--wait=true", "--cascade=foreground"])?;
     let mut shell = world.cluster.on_node(&old.node)?;
     let last: u8 = old.ip.octets()[3] - 1;

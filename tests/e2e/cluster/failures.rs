@@ -143,8 +143,7 @@ impl Load {
         self.progress()
     }
 
-    /// Checks that all connections are intact, and that no packet had another source address. Returns the packets
-    /// captured outside.
+    /// Checks that all connections are intact, and that no packet had another source address. Returns the packets captured outside.
     fn finish(self) -> Result<Trace> {
         drop(self.asker);
         for clients in self.clients {
@@ -266,8 +265,7 @@ fn back(world: &InstalledCluster, address: IpAddr, node: &str) -> Result<()> {
     .map(drop)
 }
 
-/// docs/failures.md: deaf-restart and lapse-order. A gateway's agent is killed meanwhile, and the next agent cannot
-/// read objects.
+/// docs/failures.md: deaf-restart and lapse-order. A gateway's agent is killed meanwhile, and the next agent cannot read objects.
 fn the_api_server_is_away(world: &InstalledCluster) -> Result<()> {
     // The kubelet restarts a container immediately only the first time, and a gateway's agent may have died with its node.
     world.roll_out("daemonset/spillway-agent")?;

@@ -1,9 +1,8 @@
 //! Spillway on a real Kubernetes, installed as a user would: the image `FROM scratch`, `kubectl apply -k manifests/`,
 //! pods by Deployments, the shipped roles, real packets.
 //!
-//! One cluster serves all tests sequentially, so this is a custom harness; its output is that of Rust's.
-//! `cargo xtask test cluster` builds what the tests need and runs them; SPILLWAY_CLUSTER_BIN, SPILLWAY_IMAGE and
-//! SPILLWAY_NEXT_IMAGE name the results.
+//! One cluster serves all tests sequentially, so this is a custom harness; its output is that of Rust's. `cargo xtask test cluster` builds
+//! what the tests need and runs them; SPILLWAY_CLUSTER_BIN, SPILLWAY_IMAGE and SPILLWAY_NEXT_IMAGE name the results.
 
 mod changes;
 mod export;

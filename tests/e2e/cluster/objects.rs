@@ -112,8 +112,7 @@ fn bad_objects_are_refused_with_a_remedy(world: &InstalledCluster) -> Result<()>
     Ok(())
 }
 
-/// An object of the previous version takes effect unchanged, is served in both versions, and stays when only its status
-/// is written.
+/// An object of the previous version takes effect unchanged, is served in both versions, and stays when only its status is written.
 fn alpha_objects(world: &InstalledCluster) -> Result<()> {
     let policy = |version: &str| {
         format!(

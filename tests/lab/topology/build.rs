@@ -118,8 +118,7 @@ impl Builder {
         self
     }
 
-    /// Runs no other test in parallel: this one generates so much load, or depends so much on timing, that they would
-    /// disturb each other.
+    /// Runs no other test in parallel: this one generates so much load, or depends so much on timing, that they would disturb each other.
     pub fn alone(mut self) -> Builder {
         self.settings.alone = true;
         self

@@ -35,8 +35,7 @@ impl Lab {
     /// Simulates the return of power: the ports come up, and no state of Spillway is left in the kernel, as after a
     /// reboot. [`Lab::start_agent`] starts Spillway again.
     pub fn revive_node(&mut self, name: &str) -> Result<()> {
-        // With the old maps, the gateway would count as able until its deadline, and one port may come up a second
-        // after the other.
+        // With the old maps, the gateway would count as able until its deadline, and one port may come up a second after the other.
         self.clean_up(name)?;
         self.heal(name, Segment::Underlay)?;
         if self.node(name).role == Role::Gateway {
@@ -85,8 +84,7 @@ impl Lab {
         self.segment(segment).nft(&format!("delete table bridge isolate-{node}"))
     }
 
-    /// Makes the segment's switch a hub: it learns no addresses and floods each frame, like a switch whose table is
-    /// lost or full.
+    /// Makes the segment's switch a hub: it learns no addresses and floods each frame, like a switch whose table is lost or full.
     pub fn flood(&self, segment: Segment) -> Result<()> {
         self.segment(segment).ip(&["link set br0 type bridge ageing_time 0 fdb_flush".into()])
     }

@@ -184,9 +184,8 @@ impl Lab {
         self.manifests.namespace(name, labels)
     }
 
-    /// Adds a pod in the order of a cluster: the Pod object, the link, the addresses in the Pod object. The pod's
-    /// namespace exists before its link: a test can call [`Lab::prepare_pod`] and [`Lab::start_pod`] separately to make
-    /// a process wait in it.
+    /// Adds a pod in the order of a cluster: the Pod object, the link, the addresses in the Pod object. The pod's namespace exists before
+    /// its link: a test can call [`Lab::prepare_pod`] and [`Lab::start_pod`] separately to make a process wait in it.
     pub fn add_pod(&mut self, spec: PodSpec) -> Result<Pod> {
         let pod = self.prepare_pod(spec)?;
         self.start_pod(&pod.key())?;

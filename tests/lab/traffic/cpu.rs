@@ -16,8 +16,7 @@ pub fn this_thread() -> Result<Duration> {
     Ok(Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)?))
 }
 
-/// Runs `work`, and the threads and processes that it starts, on processor `cpu`, or on any processor if `cpu` does not
-/// exist.
+/// Runs `work`, and the threads and processes that it starts, on processor `cpu`, or on any processor if `cpu` does not exist.
 pub fn on_cpu<T>(cpu: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let this = Pid::from_raw(0);
     let before = sched_getaffinity(this).context("cannot read the processors of this thread")?;

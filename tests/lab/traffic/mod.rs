@@ -1,8 +1,7 @@
 //! Traffic between pods and the outside, generated in threads inside the namespaces, with results as structs.
 //!
-//! Most traffic consists of records of 16 bytes (a flow's id, a sequence number, both big endian), so that both ends
-//! detect missing and foreign data, and a server knows which flow has which source address. Ids are unique in the
-//! process.
+//! Most traffic consists of records of 16 bytes (a flow's id, a sequence number, both big endian), so that both ends detect missing and
+//! foreign data, and a server knows which flow has which source address. Ids are unique in the process.
 
 pub mod abort;
 pub mod blast;

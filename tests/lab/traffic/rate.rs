@@ -110,8 +110,7 @@ impl ConnectRate {
     }
 }
 
-/// Returns the number of SYNs and SYN-ACKs that the kernel has retransmitted in a namespace because they were not
-/// answered in time.
+/// Returns the number of SYNs and SYN-ACKs that the kernel has retransmitted in a namespace because they were not answered in time.
 pub fn syns_retransmitted(ns: &NetNs) -> Result<u64> {
     let text = ns.sh("cat /proc/net/netstat")?;
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("TcpExt: "));

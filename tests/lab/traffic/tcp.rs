@@ -154,9 +154,8 @@ pub fn source_at(
     Ok(listening.connections().first().context("a connection")?.peer.ip())
 }
 
-/// Returns the number of stream records that were sent but not received, at the two ends of the same connections, which
-/// both send on their own (as in [`ServerMode::Stream`]), once both are quiet. All records count as missing on
-/// connections that only one end knows.
+/// Returns the number of stream records that were sent but not received, at the two ends of the same connections, which both send on their
+/// own (as in [`ServerMode::Stream`]), once both are quiet. All records count as missing on connections that only one end knows.
 pub fn undelivered(clients: &[ConnectionReport], servers: &[ConnectionReport]) -> u64 {
     let missing = |senders: &[ConnectionReport], receivers: &[ConnectionReport]| -> u64 {
         let received: BTreeMap<u64, u64> = receivers.iter().map(|one| (one.id, one.received)).collect();

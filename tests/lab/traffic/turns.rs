@@ -88,8 +88,7 @@ fn echo(mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// Sends requests to a [`LoadServer`] for `window`, each after the answer to the previous one. Returns the round-trip
-/// times in seconds.
+/// Sends requests to a [`LoadServer`] for `window`, each after the answer to the previous one. Returns the round-trip times in seconds.
 pub fn round_trips(ns: &NetNs, target: SocketAddr, warm_up: Duration, window: Duration) -> Result<Percentiles> {
     ns.run(|| {
         let mut stream =

@@ -232,8 +232,7 @@ impl UdpClients {
         self.shared.sending.store(sending, Ordering::Relaxed);
     }
 
-    /// Stops sending until each datagram has been answered, then continues. Returns the number of replies. Fails if one
-    /// was lost.
+    /// Stops sending until each datagram has been answered, then continues. Returns the number of replies. Fails if one was lost.
     pub fn all_answered(&self) -> Result<u64> {
         self.set_sending(false);
         let flows = self.wait("an answer to each datagram", ANSWER_TIMEOUT, |flows| {

@@ -46,14 +46,14 @@ use std::{
 
 /// How often everything is decided again even if nothing seems to have changed.
 const RESYNC: Duration = Duration::from_secs(5);
-/// Such rounds may take one part in this many of the time, but are at most [`RESYNC_AT_LEAST`] apart: a round that took long may have been
+/// Such rounds may take one part in this many of the time, but are at most [`RESYNC_PAUSE_AT_MOST`] apart: a round that took long may have been
 /// stopped in the middle.
 const RESYNC_SHARE: u32 = 20;
-const RESYNC_AT_LEAST: Duration = Duration::from_secs(30);
+const RESYNC_PAUSE_AT_MOST: Duration = Duration::from_secs(30);
 /// The shortest time between two writes of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// The longest time between attempts while the status cannot be written: the time doubles with each attempt, up to this.
-const STATUS_AT_LEAST: Duration = Duration::from_secs(5);
+const STATUS_PAUSE_AT_MOST: Duration = Duration::from_secs(5);
 /// How often changes of routes alone are processed: a BGP speaker may make thousands a second, and few concern the node.
 const ROUTES_EVERY: Duration = Duration::from_secs(1);
 /// How often the programs' counters are read.
@@ -287,7 +287,7 @@ impl Machine {
     /// Notes that the status could not be written and must not be tried again immediately.
     pub fn handle_status_failed(&mut self, now: Duration) {
         self.handle_status(false);
-        self.status_pause = (2 * self.status_pause).min(STATUS_AT_LEAST);
+        self.status_pause = (2 * self.status_pause).min(STATUS_PAUSE_AT_MOST);
         self.timers.status = now + self.status_pause;
     }
 

@@ -5,7 +5,7 @@
 //! - The shaper exists before the tables lead packets into it, and is removed after they have stopped.
 //! - Errors are reported at the end, so that none is missed.
 
-use super::{Action, Machine, RESYNC_AT_LEAST, RESYNC_SHARE, RoundOutcome, ShaperEnds, peers};
+use super::{Action, Machine, RESYNC_PAUSE_AT_MOST, RESYNC_SHARE, RoundOutcome, ShaperEnds, peers};
 use crate::{
     agent::{
         kept,
@@ -301,7 +301,7 @@ impl Machine {
         }));
         self.actions.push_back(Action::Publish);
         self.status_due = true;
-        let pause = self.facts.now.saturating_sub(round.began).saturating_mul(RESYNC_SHARE).min(RESYNC_AT_LEAST);
+        let pause = self.facts.now.saturating_sub(round.began).saturating_mul(RESYNC_SHARE).min(RESYNC_PAUSE_AT_MOST);
         self.timers.resync = self.timers.resync.max(self.facts.now + pause);
     }
 

@@ -67,11 +67,10 @@ impl Ledger {
     /// Returns the nodes of a sorted list that hold no block.
     pub(super) fn without(&self, sources: &[u32]) -> Vec<u32> {
         let mut held = self.held.keys().copied().peekable();
-        let holds = |node: &u32| {
+        let mut holds = |node: &u32| {
             while held.next_if(|holder| holder < node).is_some() {}
             held.peek() == Some(node)
         };
-        let mut holds = holds;
         sources.iter().copied().filter(|node| !holds(node)).collect()
     }
 

@@ -1,5 +1,4 @@
-//! Compares the answer of `egressctl explain` for a packet with the action of the loaded programs, for arbitrary tables and random
-//! packets.
+//! Compares the answer of `egressctl explain` for a packet with the action of the loaded programs, for arbitrary tables and random packets.
 
 use super::{PacketAction, Protocol, Question, explain};
 use crate::ctl::{dump::Dump, views::ViewSources};

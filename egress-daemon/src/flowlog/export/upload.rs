@@ -1,5 +1,4 @@
-//! Copies finished segments to a bucket of an object store. While the store is unreachable, they wait on the node, within the log's
-//! limits.
+//! Copies finished segments to a bucket of an object store. While the store is unreachable, they wait on the node, within the log's limits.
 
 use super::{Collector, Format, Sent, bucket_and_prefix};
 use crate::flowlog::files::{SEGMENT, of_kind};

@@ -10,8 +10,7 @@ use std::{fs, io};
 /// The maximum depth of the directory that is followed.
 const MAX_DEPTH: usize = 16;
 
-/// Returns all users' files, relative to the directory, except hidden files. Calls `meet` for each directory before its contents are
-/// read.
+/// Returns all users' files, relative to the directory, except hidden files. Calls `meet` for each directory before its contents are read.
 pub(super) fn listing(directory: &Path, meet: &mut dyn FnMut(&Path)) -> io::Result<BTreeMap<PathBuf, Stamp>> {
     fn walk(
         root: &Path,

@@ -1,5 +1,4 @@
-//! Events (`events.k8s.io`), which `kubectl describe` shows below an object. They are informational: a note that cannot be sent is
-//! dropped.
+//! Events (`events.k8s.io`), which `kubectl describe` shows below an object. They are informational: a note that cannot be sent is dropped.
 
 use super::cache::Cache;
 use crate::store::Note;

@@ -133,8 +133,7 @@ fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
         let program = programs.get("pod_egress").unwrap();
         let each = frames.iter().enumerate().map(|(n, frame)| {
             let mut out = vec![0; frame.len() + 256];
-            // Spins: a thread that sleeps until the other one arrives would be too late, as a program takes
-            // microseconds.
+            // Spins: a thread that sleeps until the other one arrives would be too late, as a program takes microseconds.
             arrived.fetch_add(1, Ordering::AcqRel);
             while arrived.load(Ordering::Acquire) < 2 * (n + 1) {
                 std::hint::spin_loop();
