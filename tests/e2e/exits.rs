@@ -10,8 +10,8 @@ use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, UdpClien
 use lab::{Capture, Cni, Family, Lab, Pod, PodSpec, Server};
 
 use crate::support::{
-    PATIENCE, WEB, at, calm, counter, egress, gateways_where, named, owner, policy, policy_pod, pool, sources, start,
-    wait_counter, wait_in_force, wait_sources, web, web_pod,
+    PATIENCE, WEB, at, calm, counter, egress, gateways_where, named, of_app, owner, policy, policy_pod, pool, sources,
+    start, wait_counter, wait_in_force, wait_sources, web, web_pod,
 };
 
 /// Returns the MAC addresses that send the packets from `source` to `server`.
@@ -28,13 +28,9 @@ fn senders(pod: &Pod, server: &Server, family: Family, source: IpAddr) -> Result
 fn re_encap_pods_on_gateways_leave_directly_or_through_the_owner() {
     for cni in Cni::BOTH {
         Lab::builder().workers(1).cni(cni).run(|lab| {
-            let one = |name: &str, app: &str, host: u8, node: &str| {
-                let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
-                let destinations = "\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
-                policy(name, &format!("{selectors}{destinations}{}", gateways_where(&[(host, 1, &named(node))])))
-            };
-            lab.manifests().write("here", &one("here", "here", 10, "gw1"))?;
-            lab.manifests().write("there", &one("there", "there", 11, "gw2"))?;
+            let one = |app, host, node| of_app(app, &gateways_where(&[(host, 1, &named(node))]));
+            lab.manifests().write("here", &one("here", 10, "gw1"))?;
+            lab.manifests().write("there", &one("there", 11, "gw2"))?;
             lab.manifests().write("web", &web(&[12, 13, 14]))?;
             let here = lab.add_pod(PodSpec::new("here", "gw1").label("app", "here"))?;
             let there = lab.add_pod(PodSpec::new("there", "gw1").label("app", "there"))?;
@@ -411,12 +407,8 @@ fn route_changes_at_a_gateway_are_followed_by_flows_that_go_on() {
 fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
     Lab::builder().workers(1).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 45, Some("10s")))?;
-        let request = |name: &str, app: &str, request: &str| {
-            let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
-            let destinations = "\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
-            policy(name, &format!("{selectors}{destinations}\n  egressIPPools: [{request}]"))
-        };
-        lab.manifests().write("web", &request("web", "web", "{name: public, count: 3}"))?;
+        let request = |app, request: &str| of_app(app, &format!("\n  egressIPPools: [{request}]"));
+        lab.manifests().write("web", &request("web", "{name: public, count: 3}"))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         let api = lab.add_pod(PodSpec::new("api", "worker1").label("app", "api").cni(Cni::Bridge))?;
         start(lab)?;
@@ -433,11 +425,11 @@ fn pools_give_each_policy_addresses_of_its_own_on_different_gateways() {
         }
         // Another policy requests a particular address; the first policy keeps its addresses.
         let ips = format!("egressIPs: [\"{}\", \"{}\"]", egress(Family::V4, &[45])[0], egress(Family::V6, &[45])[0]);
-        lab.manifests().write("api", &request("api", "api", &format!("{{name: public, count: 2, {ips}}}")))?;
+        lab.manifests().write("api", &request("api", &format!("{{name: public, count: 2, {ips}}}")))?;
         wait_in_force(&api, &server, &[43, 45])?;
         wait_in_force(&pod, &server, &[40, 41, 42])?;
         // Returned addresses are available to other policies.
-        lab.manifests().write("web", &request("web", "web", "{name: public, count: 1}"))?;
+        lab.manifests().write("web", &request("web", "{name: public, count: 1}"))?;
         let remaining =
             |family| -> Result<BTreeSet<IpAddr>> { Ok(sources(&pod.ns, &server, family, 20)?.into_keys().collect()) };
         for family in Family::BOTH {

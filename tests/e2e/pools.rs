@@ -8,14 +8,8 @@ use lab::{Family, Lab, PodSpec, StartOptions, wait_until};
 use serde_json::Value;
 
 use crate::support::{
-    CALM, PATIENCE, WEB, calm, egress, named, owner, policy, pool, sources, start, start_with, wait_sources,
+    CALM, PATIENCE, WEB, calm, egress, named, of_app, owner, policy, pool, sources, start, start_with, wait_sources,
 };
-
-/// A policy for the pods with this value of the label `app`.
-fn of_app(app: &str, rest: &str) -> String {
-    let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
-    policy(app, &format!("{selectors}\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]{rest}"))
-}
 
 /// Returns the status of a policy from the store.
 fn status(lab: &Lab, name: &str) -> Value {

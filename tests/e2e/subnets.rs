@@ -7,7 +7,7 @@ use anyhow::Result;
 use lab::traffic::{BulkServer, Direction, ServerMode, TcpClients, TcpOptions, TcpServer, bulk};
 use lab::{Family, Lab, PodSpec, Server, Vlans, topology::Dual};
 
-use crate::support::{PATIENCE, answers_in_fragments, at, counter, policy, pool, start, wait_in_force, wait_sources};
+use crate::support::{PATIENCE, answers_in_fragments, at, counter, of_app, pool, start, wait_in_force, wait_sources};
 
 /// The gateway of the subnet with this number, which is also the server's address in that subnet.
 pub fn gateway(number: u8) -> Dual {
@@ -26,11 +26,6 @@ pub fn in_subnet(name: &str, family: Family, number: u8, vlan: Option<u16>) -> S
          nodeSelector: {{matchLabels: {{egress: \"true\"}}}}\n  subnetInfo: {{gateway: \"{}\", prefixLength: {length}{vlan}}}\n",
         gateway(number).ip(family)
     )
-}
-
-pub fn of_app(app: &str, pools: &str) -> String {
-    let selectors = format!("\n  selectors: [{{podSelector: {{matchLabels: {{app: {app}}}}}}}]");
-    policy(app, &format!("{selectors}\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]\n  egressIPPools: {pools}"))
 }
 
 /// Returns the addresses of a pool in one subnet.
@@ -71,8 +66,10 @@ fn twenty_subnets_in_vlans_of_their_own() {
                 lab.manifests().write(name, &in_subnet(name, family, number, vlan))?;
             }
             let [v4, v6] = &pools;
-            lab.manifests()
-                .write(&app, &of_app(&app, &format!("[{{name: {v4}, count: 2}}, {{name: {v6}, count: 2}}]")))?;
+            lab.manifests().write(
+                &app,
+                &of_app(&app, &format!("\n  egressIPPools: [{{name: {v4}, count: 2}}, {{name: {v6}, count: 2}}]")),
+            )?;
             pods.push((number, lab.add_pod(PodSpec::new(&app, "worker1").label("app", &app))?));
         }
         start(lab)?;
@@ -129,10 +126,11 @@ fn a_subnet_without_a_vlan_has_a_gateway_of_its_own() {
         ])?;
         lab.manifests().write("v4", &in_subnet("v4", Family::V4, 1, None))?;
         lab.manifests().write("v6", &in_subnet("v6", Family::V6, 1, None))?;
-        lab.manifests().write("web", &of_app("web", "[{name: v4, count: 2}, {name: v6, count: 2}]"))?;
+        lab.manifests()
+            .write("web", &of_app("web", "\n  egressIPPools: [{name: v4, count: 2}, {name: v6, count: 2}]"))?;
         // A pool in the node's own subnet keeps working next to it.
         lab.manifests().write("public", &pool("public", 40, 41, Some("10s")))?;
-        lab.manifests().write("api", &of_app("api", "[{name: public, count: 2}]"))?;
+        lab.manifests().write("api", &of_app("api", "\n  egressIPPools: [{name: public, count: 2}]"))?;
         let web = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         let local = lab.add_pod(PodSpec::new("local", "gw1").label("app", "web"))?;
         let api = lab.add_pod(PodSpec::new("api", "worker1").label("app", "api"))?;

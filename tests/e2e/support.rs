@@ -31,6 +31,11 @@ pub fn policy(name: &str, spec: &str) -> String {
     format!("apiVersion: spillway.io/v1beta1\nkind: EgressGatewayPolicy\nmetadata: {{name: {name}}}\nspec:{spec}\n")
 }
 
+/// A policy for the pods with this value of the label `app`, and all destinations; `rest` as in [`policy`].
+pub fn of_app(app: &str, rest: &str) -> String {
+    policy(app, &format!("{}{rest}", WEB.replace("web", app)))
+}
+
 /// The field `egressGateways` with both addresses of each host number, on any of the lab's gateways.
 pub fn gateways(hosts: &[u8]) -> String {
     weighted(&hosts.iter().map(|&host| (host, 1)).collect::<Vec<_>>())
@@ -62,7 +67,7 @@ pub fn named(node: &str) -> String {
 
 /// A policy for the web pods over egress IPs with these host numbers, spread by flow.
 pub fn web(hosts: &[u8]) -> String {
-    policy("web", &format!("{WEB}{}", gateways(hosts)))
+    of_app("web", &gateways(hosts))
 }
 
 /// A pool with one range of host numbers in each family, failing back after `delay`, or never.
