@@ -4,5 +4,6 @@
 
 pub mod datapath;
 pub mod host;
+mod netlink;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

@@ -1,11 +1,9 @@
 //! Describes what the drivers of interfaces can do with XDP, and what they do to frames before it. Only reads, and decides nothing.
 
 use super::strangers;
+use crate::netlink::{DONE, ERROR, Message, attribute, exchange};
 use egress_core::network::{links::Link, xdp::Driver};
-use rtnetlink::{
-    packet_core::{NLM_F_DUMP, NLM_F_REQUEST},
-    sys::{Socket, SocketAddr, protocols::NETLINK_GENERIC},
-};
+use rtnetlink::sys::protocols::NETLINK_GENERIC;
 use std::{
     collections::{BTreeMap, BTreeSet},
     io,
@@ -22,12 +20,8 @@ const NETDEV: &[u8] = b"netdev\0";
 const DEV_GET: u8 = 1;
 const DEV_IFINDEX: u16 = 1;
 const DEV_XDP_FEATURES: u16 = 3;
-/// Message types and header lengths (linux/netlink.h).
-const ERROR: u16 = 2;
-const DONE: u16 = 3;
-const HEADER: usize = 16;
+/// Length of `struct genlmsghdr` (linux/genetlink.h).
 const GENERIC_HEADER: usize = 4;
-const ATTRIBUTE_HEADER: usize = 4;
 
 /// `ETHTOOL_GFLAGS`, and its flag for VLAN tags that are stripped when a frame is received (linux/ethtool.h).
 const GET_FLAGS: u32 = 0x25;
@@ -49,18 +43,14 @@ pub fn look<'a>(links: impl Iterator<Item = &'a Link>, ours: &BTreeSet<u32>) -> 
 /// Returns the XDP features (`enum netdev_xdp_act`) of the driver of each interface of this namespace, by index. `None` if the kernel does
 /// not report them (before Linux 6.3).
 fn acts() -> io::Result<Option<BTreeMap<u32, u64>>> {
-    let mut socket = Socket::new(NETLINK_GENERIC)?;
-    socket.bind_auto()?;
-    socket.connect(&SocketAddr::new(0, 0))?;
-    let families = match ask(&socket, CONTROL, NLM_F_REQUEST, GET_FAMILY, &attribute(FAMILY_NAME, NETDEV)) {
+    let families = match ask(CONTROL, 0, GET_FAMILY, Some((FAMILY_NAME, NETDEV))) {
         Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(None),
         families => families?,
     };
-    let id = families.first().and_then(|family| family.get(&FAMILY_ID)).and_then(|id| word(id));
-    let Some(id) = id else { return Ok(None) };
-    let devices = ask(&socket, id as u16, NLM_F_REQUEST | NLM_F_DUMP, DEV_GET, &[])?;
-    let device =
-        |device: &Attributes| Some((word(device.get(&DEV_IFINDEX)?)? as u32, word(device.get(&DEV_XDP_FEATURES)?)?));
+    let number = |message: &Vec<u8>, kind: u16| attribute(message, kind).and_then(word);
+    let Some(id) = families.first().and_then(|family| number(family, FAMILY_ID)) else { return Ok(None) };
+    let devices = ask(id as u16, libc::NLM_F_DUMP, DEV_GET, None)?;
+    let device = |device| Some((number(device, DEV_IFINDEX)? as u32, number(device, DEV_XDP_FEATURES)?));
     Ok(Some(devices.iter().filter_map(device).collect()))
 }
 
@@ -85,17 +75,6 @@ fn hides_tags(interface: &str) -> io::Result<bool> {
     Ok(value.data & RX_VLAN != 0)
 }
 
-/// The attributes of a message.
-type Attributes = BTreeMap<u16, Vec<u8>>;
-
-fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-    let length = (ATTRIBUTE_HEADER + value.len()) as u16;
-    let mut bytes = [length.to_ne_bytes(), kind.to_ne_bytes()].concat();
-    bytes.extend(value);
-    bytes.resize(bytes.len().next_multiple_of(4), 0);
-    bytes
-}
-
 /// Parses a number of two, four or eight bytes.
 fn word(bytes: &[u8]) -> Option<u64> {
     match *bytes {
@@ -105,57 +84,19 @@ fn word(bytes: &[u8]) -> Option<u64> {
     }
 }
 
-/// Sends a request. Returns the attributes of each message of the reply.
-fn ask(socket: &Socket, family: u16, flags: u16, command: u8, attributes: &[u8]) -> io::Result<Vec<Attributes>> {
-    let length = (HEADER + GENERIC_HEADER + attributes.len()) as u32;
-    let mut request = length.to_ne_bytes().to_vec();
-    request.extend([family.to_ne_bytes(), flags.to_ne_bytes()].concat());
-    // Sequence number and port id are 0. Then follow the command and the version.
-    request.extend([0; 8]);
-    request.extend([command, 1, 0, 0]);
-    request.extend(attributes);
-    socket.send(&request, 0)?;
+/// Sends a request of generic netlink. Returns the attributes of each message of the reply.
+fn ask(family: u16, flags: i32, command: u8, attribute: Option<(u16, &[u8])>) -> io::Result<Vec<Vec<u8>>> {
+    let mut request = Message::new(family, flags, &[command, 1, 0, 0]);
+    attribute.into_iter().for_each(|(kind, value)| request.bytes(kind, value));
     let mut found = Vec::new();
-    loop {
-        let (bytes, _) = socket.recv_from_full()?;
-        let mut rest = bytes.as_slice();
-        while let Some((kind, body, behind)) = message(rest) {
-            match kind {
-                DONE => return Ok(found),
-                ERROR => return refusal(body).map(|()| found),
-                _ => found.push(attributes_of(body.get(GENERIC_HEADER..).unwrap_or_default())),
-            }
-            rest = behind;
+    exchange(NETLINK_GENERIC, &request.finish(), |kind, body| {
+        let last = matches!(kind, DONE | ERROR);
+        if !last {
+            found.push(body.get(GENERIC_HEADER..).unwrap_or_default().to_vec());
         }
-        if flags & NLM_F_DUMP != NLM_F_DUMP {
-            return Ok(found);
-        }
-    }
-}
-
-/// Splits off the first message. Returns its type, its content, and the bytes after it.
-fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
-    let length = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?) as usize;
-    let kind = u16::from_ne_bytes(bytes.get(4..6)?.try_into().ok()?);
-    Some((kind, bytes.get(HEADER..length)?, bytes.get(length.next_multiple_of(4)..).unwrap_or_default()))
-}
-
-fn refusal(body: &[u8]) -> io::Result<()> {
-    match body.get(..4).and_then(|code| code.try_into().ok()).map(i32::from_ne_bytes) {
-        None | Some(0) => Ok(()),
-        Some(code) => Err(io::Error::from_raw_os_error(-code)),
-    }
-}
-
-fn attributes_of(mut bytes: &[u8]) -> Attributes {
-    let mut all = Attributes::new();
-    while let [a, b, c, d, ..] = *bytes {
-        let length = usize::from(u16::from_ne_bytes([a, b]));
-        let Some(value) = bytes.get(ATTRIBUTE_HEADER..length) else { break };
-        all.insert(u16::from_ne_bytes([c, d]), value.to_vec());
-        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-    }
-    all
+        last || flags & libc::NLM_F_DUMP == 0
+    })?;
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -179,12 +120,5 @@ mod tests {
             assert!(hides_tags("here").unwrap());
             assert!(hides_tags("nothing").is_err());
         });
-    }
-
-    #[test]
-    fn parsing_of_attributes_ends_at_a_truncated_one() {
-        let bytes = [attribute(1, &7u32.to_ne_bytes()), attribute(3, b"abc"), vec![9, 0, 4, 0, 1]].concat();
-        let all = attributes_of(&bytes);
-        assert_eq!((all.len(), word(&all[&1]), &all[&3][..]), (2, Some(7), &b"abc"[..]));
     }
 }

@@ -1,9 +1,10 @@
 //! One request to the kernel's rtnetlink and its reply, without a runtime.
 
+use crate::netlink::{DONE, ERROR, exchange};
 use rtnetlink::{
-    packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload},
+    packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkDeserializable as _, NetlinkHeader, NetlinkMessage},
     packet_route::RouteNetlinkMessage,
-    sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE},
+    sys::protocols::NETLINK_ROUTE,
 };
 use std::io;
 
@@ -23,26 +24,16 @@ pub(super) fn ask(question: RouteNetlinkMessage, extent: Extent) -> io::Result<V
     request.finalize();
     let mut bytes = vec![0; request.buffer_len()];
     request.serialize(&mut bytes);
-    let mut socket = Socket::new(NETLINK_ROUTE)?;
-    socket.bind_auto()?;
-    socket.connect(&SocketAddr::new(0, 0))?;
-    socket.send(&bytes, 0)?;
     let mut found = Vec::new();
-    loop {
-        let (bytes, _) = socket.recv_from_full()?;
-        let mut rest = bytes.as_slice();
-        while !rest.is_empty() {
-            let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).map_err(io::Error::other)?;
-            match answer.payload {
-                NetlinkPayload::Done(_) => return Ok(found),
-                // An acknowledgement is an error without a code.
-                NetlinkPayload::Error(error) if error.code.is_none() => return Ok(found),
-                NetlinkPayload::Error(error) => return Err(error.to_io()),
-                NetlinkPayload::InnerMessage(message) => found.push(message),
-                _ => {}
-            }
-            let length = (answer.header.length as usize).next_multiple_of(4);
-            rest = rest.get(length..).unwrap_or_default();
+    exchange(NETLINK_ROUTE, &bytes, |kind, body| {
+        // An acknowledgement is an error without a code.
+        let last = matches!(kind, DONE | ERROR);
+        if !last {
+            let mut header = NetlinkHeader::default();
+            header.message_type = kind;
+            found.push(RouteNetlinkMessage::deserialize(&header, body).map_err(io::Error::other));
         }
-    }
+        last
+    })?;
+    found.into_iter().collect()
 }

@@ -3,15 +3,15 @@
 use egress_core::network::Route;
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::pin::pin;
 
 use futures::TryStreamExt;
 use rtnetlink::packet_route::AddressFamily;
 use rtnetlink::packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteType};
-use rtnetlink::{Error, Handle};
+use rtnetlink::{Error, Handle, sys::protocols::NETLINK_XFRM};
 
 use super::decode;
+use crate::netlink::{DONE, ERROR, Message, exchange};
 
 /// Asks the kernel. `None` if there is no route to the address, or the address is this node's own.
 pub async fn lookup(handle: &Handle, to: IpAddr) -> Result<Option<Route>, Error> {
@@ -75,11 +75,6 @@ impl Secured {
 /// `XFRM_MSG_GETPOLICY` and `XFRM_MSG_NEWPOLICY` (linux/xfrm.h).
 const GET_POLICY: u16 = 0x15;
 const NEW_POLICY: u16 = 0x13;
-/// `NLMSG_ERROR` and `NLMSG_DONE` (linux/netlink.h).
-const ERROR: u16 = 2;
-const DONE: u16 = 3;
-/// Length of `struct nlmsghdr`.
-const HEADER: usize = 16;
 /// Length of `struct xfrm_userpolicy_id`, which a request carries.
 const POLICY_ID: usize = 64;
 /// Offsets in `struct xfrm_userpolicy_info`: the selector comes first.
@@ -91,61 +86,23 @@ const OUT: u8 = 1;
 
 /// Returns the IPsec policies for outgoing packets. A kernel without IPsec has none.
 pub fn secured() -> io::Result<Vec<Secured>> {
-    // SAFETY: no pointers are passed.
-    let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::NETLINK_XFRM) };
-    if fd < 0 {
-        let error = io::Error::last_os_error();
-        return if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) { Ok(Vec::new()) } else { Err(error) };
-    }
-    // SAFETY: the descriptor was just opened and has no other owner.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    let mut request = [0u8; HEADER + POLICY_ID];
-    request[..4].copy_from_slice(&((HEADER + POLICY_ID) as u32).to_ne_bytes());
-    request[4..6].copy_from_slice(&GET_POLICY.to_ne_bytes());
-    request[6..8].copy_from_slice(&((libc::NLM_F_REQUEST | libc::NLM_F_DUMP) as u16).to_ne_bytes());
-    // SAFETY: the buffer is valid for its length.
-    let sent = unsafe { libc::send(socket.as_raw_fd(), request.as_ptr().cast(), request.len(), 0) };
-    if sent < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let request = Message::new(GET_POLICY, libc::NLM_F_DUMP, &[0; POLICY_ID]).finish();
     let mut found = Vec::new();
-    let mut buffer = [0u8; 32_768];
-    loop {
-        // SAFETY: the buffer is valid for its length.
-        let length = unsafe { libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
-        if length < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        if !policies(&buffer[..length as usize], &mut found)? {
-            return Ok(found);
-        }
+    let answer = exchange(NETLINK_XFRM, &request, |kind, body| {
+        found.extend((kind == NEW_POLICY).then(|| policy(body)).flatten());
+        matches!(kind, DONE | ERROR)
+    });
+    match answer {
+        Err(error) if error.raw_os_error() != Some(libc::EPROTONOSUPPORT) => Err(error),
+        _ => Ok(found),
     }
 }
 
-/// Reads the messages of one answer. Returns whether more answers follow.
-fn policies(mut answer: &[u8], found: &mut Vec<Secured>) -> io::Result<bool> {
-    while let Some((header, _)) = answer.split_at_checked(HEADER) {
-        let length = u32::from_ne_bytes([header[0], header[1], header[2], header[3]]) as usize;
-        let kind = u16::from_ne_bytes([header[4], header[5]]);
-        let Some(body) = answer.get(HEADER..length) else { return Err(io::ErrorKind::InvalidData.into()) };
-        match kind {
-            NEW_POLICY if body.get(DIRECTION) == Some(&OUT) => {
-                let family = u16::from_ne_bytes([body[SELECTOR_FAMILY], body[SELECTOR_FAMILY + 1]]);
-                let mut destination = [0; 16];
-                destination.copy_from_slice(&body[..16]);
-                found.push(Secured { family, destination, prefix_length: body[SELECTOR_PREFIX] });
-            }
-            NEW_POLICY => {}
-            // Both message types begin with a negative error number, or zero.
-            DONE | ERROR => {
-                let number = body.first_chunk().map_or(0, |bytes| i32::from_ne_bytes(*bytes));
-                return if number < 0 { Err(io::Error::from_raw_os_error(-number)) } else { Ok(false) };
-            }
-            _ => return Err(io::ErrorKind::InvalidData.into()),
-        }
-        answer = answer.get(length.next_multiple_of(4)..).unwrap_or_default();
-    }
-    Ok(true)
+/// Parses a policy. `None` if it is not for outgoing packets.
+fn policy(body: &[u8]) -> Option<Secured> {
+    (body.get(DIRECTION) == Some(&OUT)).then_some(())?;
+    let family = u16::from_ne_bytes(*body.get(SELECTOR_FAMILY..)?.first_chunk()?);
+    Some(Secured { family, destination: *body.first_chunk()?, prefix_length: *body.get(SELECTOR_PREFIX)? })
 }
 
 #[cfg(test)]
@@ -168,28 +125,6 @@ mod tests {
             assert_eq!(ask("2001:db8::1").await, None);
             assert_eq!(secured().unwrap_or_default(), []);
         });
-    }
-
-    #[test]
-    fn error_answer_is_not_taken_for_the_end_of_the_policies() {
-        let message = |kind: u16, body: &[u8]| {
-            let length = ((HEADER + body.len()) as u32).to_ne_bytes();
-            [&length[..], &kind.to_ne_bytes(), &[0; 10], body].concat()
-        };
-        let mut policy = [0u8; DIRECTION + 8];
-        (policy[DIRECTION], policy[SELECTOR_PREFIX]) = (OUT, 8);
-        let read = |messages: &[Vec<u8>]| {
-            let mut found = Vec::new();
-            policies(&messages.concat(), &mut found).map(|more| (more, found.len())).map_err(|e| e.raw_os_error())
-        };
-        let (one, end) = (message(NEW_POLICY, &policy), message(DONE, &0i32.to_ne_bytes()));
-        assert_eq!(read(std::slice::from_ref(&one)), Ok((true, 1)));
-        assert_eq!(read(&[one.clone(), end]), Ok((false, 1)));
-        for kind in [ERROR, DONE] {
-            let refused = message(kind, &(-libc::EPERM).to_ne_bytes());
-            assert_eq!(read(&[one.clone(), refused]), Err(Some(libc::EPERM)));
-        }
-        assert_eq!(read(&[one[..HEADER + 8].to_vec()]), Err(None), "it is cut off");
     }
 
     #[test]

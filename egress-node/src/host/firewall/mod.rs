@@ -8,7 +8,6 @@ mod hold;
 mod nft;
 mod routes;
 mod rules;
-mod wire;
 
 use std::{collections::BTreeSet, io, net::IpAddr};
 

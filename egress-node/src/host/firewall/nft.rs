@@ -5,8 +5,15 @@
 
 use std::{collections::BTreeMap, io};
 
-use super::wire::{Batch, Message, SUBSYSTEM, attribute, exchange, of};
+use crate::netlink::{DONE, ERROR, Message, attribute, exchange};
+use rtnetlink::sys::protocols::NETLINK_NETFILTER;
 
+/// `NFPROTO_INET`: IPv4 and IPv6 in one table.
+const INET: u8 = 1;
+/// The netfilter subsystem number of nftables, in the upper byte of a message's type.
+const SUBSYSTEM: u16 = 10;
+const BATCH_BEGIN: u16 = 0x10;
+const BATCH_END: u16 = 0x11;
 const NEW_TABLE: u16 = 0;
 const DELETE_TABLE: u16 = 2;
 const NEW_CHAIN: u16 = 3;
@@ -197,6 +204,53 @@ pub fn replace(table: &str, counters: &[(&str, Counted)], sets: &[Set], chains: 
     batch.run()
 }
 
+/// Messages that the kernel carries out together or not at all.
+struct Batch {
+    bytes: Vec<u8>,
+    messages: usize,
+}
+
+impl Batch {
+    /// Returns an empty batch.
+    fn new() -> Self {
+        Self { bytes: Message::new(BATCH_BEGIN, 0, &header(SUBSYSTEM)).finish(), messages: 0 }
+    }
+
+    /// Adds a message.
+    fn message(&mut self, kind: u16, flags: i32, fill: impl FnOnce(&mut Message)) {
+        let mut message = Message::new(SUBSYSTEM << 8 | kind, flags | libc::NLM_F_ACK, &header(0));
+        fill(&mut message);
+        self.bytes.extend(message.finish());
+        self.messages += 1;
+    }
+
+    /// Sends the messages and waits for the answers.
+    fn run(mut self) -> io::Result<()> {
+        self.bytes.extend(Message::new(BATCH_END, 0, &header(SUBSYSTEM)).finish());
+        let mut answers = 0;
+        exchange(NETLINK_NETFILTER, &self.bytes, |kind, _| {
+            answers += usize::from(kind == ERROR);
+            answers == self.messages
+        })
+    }
+}
+
+/// `struct nfgenmsg`. `resource` is the netfilter subsystem of a batch.
+fn header(resource: u16) -> [u8; 4] {
+    let [high, low] = resource.to_be_bytes();
+    [INET, 0, high, low]
+}
+
+impl Message {
+    /// Adds an element to a rule's list of expressions.
+    fn expression(&mut self, name: &str, fill: impl FnOnce(&mut Self)) {
+        self.nest(1, |element| {
+            element.text(1, name);
+            element.nest(2, fill);
+        });
+    }
+}
+
 fn add_set(batch: &mut Batch, table: &str, id: u32, set: &Set) {
     batch.message(NEW_SET, libc::NLM_F_CREATE, |m| {
         m.text(1, table);
@@ -268,19 +322,18 @@ pub fn counters(table: &str) -> io::Result<BTreeMap<String, Counted>> {
 
 /// Calls `each` for every object of a kind in the table, with the second attribute, a name, and all attributes.
 fn dump(table: &str, get: u16, new: u16, mut each: impl FnMut(String, &[u8])) -> io::Result<()> {
-    let mut request = Message::new(SUBSYSTEM << 8 | get, libc::NLM_F_REQUEST | libc::NLM_F_DUMP, 0);
+    let mut request = Message::new(SUBSYSTEM << 8 | get, libc::NLM_F_DUMP, &header(0));
     request.text(1, table);
-    let result = exchange(&request.finish(), |kind, body| {
-        if kind == SUBSYSTEM << 8 | new {
-            let text = |wanted: u16| {
-                let text = String::from_utf8_lossy(attribute(of(body), wanted)?);
-                Some(text.trim_end_matches('\0').to_owned())
-            };
-            if text(1).as_deref() == Some(table) {
-                each(text(2).unwrap_or_default(), of(body));
-            }
+    let result = exchange(NETLINK_NETFILTER, &request.finish(), |kind, body| {
+        let object = body.get(header(0).len()..).unwrap_or_default();
+        let text = |wanted: u16| {
+            let text = String::from_utf8_lossy(attribute(object, wanted)?);
+            Some(text.trim_end_matches('\0').to_owned())
+        };
+        if kind == SUBSYSTEM << 8 | new && text(1).as_deref() == Some(table) {
+            each(text(2).unwrap_or_default(), object);
         }
-        kind == libc::NLMSG_DONE as u16
+        kind == DONE
     });
     match result {
         Err(error) if error.raw_os_error() != Some(libc::ENOENT) => Err(error),
