@@ -3,13 +3,17 @@
 //! They are written as instructions and loaded by raw system calls, so that the lab needs no compiler and no library.
 
 use std::ffi::CString;
+use std::fs;
 use std::net::Ipv4Addr;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::{fs, io};
 
 use anyhow::{Context, Result};
 
+use crate::bpf::code::{
+    ADD, Attr, CONTEXT, EXIT, FP, JUMP_IF_NOT, JUMP_IF_NOT_WORD, MOVE_WORD, call, copy, instruction, load, load_as,
+    load_word, mov, store,
+};
 use crate::netns::NetNs;
 
 /// The direction of an interface's packets.
@@ -86,24 +90,8 @@ impl Drop for Filter {
     }
 }
 
-/// One instruction (`struct bpf_insn`): operation, registers, offset, immediate.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Instruction(u8, u8, i16, i32);
-
-const MOVE: u8 = 0xb7;
-const CALL: u8 = 0x85;
-const EXIT: u8 = 0x95;
-/// Conditional jumps by comparison with an immediate: 64 bits if equal or not equal, 32 bits if not equal.
 const IF_EQUAL: u8 = 0x15;
-const UNLESS_EQUAL: u8 = 0x55;
-const UNLESS_EQUAL_32: u8 = 0x56;
-const COPY: u8 = 0xbf;
-const MOVE_32: u8 = 0xb4;
-const ADD: u8 = 0x07;
 const LOAD_BYTE: u8 = 0x71;
-const LOAD_WORD: u8 = 0x61;
-const STORE_WORD: u8 = 0x62;
 /// Numbers of BPF helpers.
 const STORE_BYTES: i32 = 9;
 const L3_CHECKSUM: i32 = 10;
@@ -117,52 +105,20 @@ const IPV4: i32 = 0x0800_u16.to_be() as i32;
 const IPV6: i32 = 0x86dd_u16.to_be() as i32;
 /// `BPF_F_PSEUDO_HDR`.
 const PSEUDO_HEADER: i32 = 1 << 4;
-const PROG_LOAD: i64 = 5;
-const OBJ_PIN: i64 = 6;
-const LINK_CREATE: i64 = 28;
-const SCHED_CLS: u32 = 3;
+/// Commands of bpf(2).
+const OBJ_PIN: u32 = 6;
+const LINK_CREATE: u32 = 28;
+/// Attach types, and the type of an XDP program.
 const TCX_INGRESS: u32 = 46;
 const TCX_EGRESS: u32 = 47;
-const XDP_PROGRAM: u32 = 6;
 const XDP: u32 = 37;
+const XDP_PROGRAM: u32 = 6;
 /// `XDP_PASS`.
 const XDP_PASS: i32 = 2;
 /// `XDP_FLAGS_SKB_MODE`, which every device supports.
 const GENERIC: u32 = 1 << 1;
 const BEFORE: u32 = 1 << 3;
 const AFTER: u32 = 1 << 4;
-
-/// The beginning of `union bpf_attr` for loading a program.
-#[repr(C)]
-struct Load {
-    kind: u32,
-    count: u32,
-    instructions: u64,
-    licence: u64,
-    log: [u64; 3],
-    name: [u8; 16],
-    ifindex: u32,
-    attach: u32,
-}
-
-/// The beginning of `union bpf_attr` for a TCX or XDP link.
-#[repr(C)]
-struct Link {
-    program: u32,
-    ifindex: u32,
-    attach: u32,
-    flags: u32,
-    relative: u64,
-    revision: u64,
-}
-
-/// The beginning of `union bpf_attr` for pinning an object.
-#[repr(C)]
-struct Pin {
-    path: u64,
-    fd: u32,
-    flags: u32,
-}
 
 /// Attaches a program that performs `action`, before all existing programs.
 pub fn hook(ns: &NetNs, interface: &str, side: Side, action: HookAction) -> Result<Hooked> {
@@ -187,7 +143,7 @@ pub fn hook_by(
 /// Attaches a program that performs `action` as a filter. The newest filter of priority 1 runs first.
 fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Filter> {
     static HANDLE: AtomicU32 = AtomicU32::new(1);
-    let program = load(side, action).context("cannot load a program")?;
+    let program = program(action)?;
     let handle = HANDLE.fetch_add(1, Ordering::Relaxed);
     let side = if side == Side::Ingress { "ingress" } else { "egress" };
     let priority = if position == ChainPosition::First { 1 } else { 50_000 };
@@ -195,8 +151,10 @@ fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, positi
     // `tc` takes a program by the path of its pin.
     let pin = format!("{}/lab-hook-{}-{handle}", crate::scope::BPFFS, std::process::id());
     let path = CString::new(pin.clone())?;
-    let pinned = Pin { path: path.as_ptr() as u64, fd: program.as_raw_fd().cast_unsigned(), flags: 0 };
-    call(OBJ_PIN, &pinned).with_context(|| format!("cannot pin {pin}"))?;
+    let mut attr = Attr::default();
+    attr.u64(0, path.as_ptr() as u64);
+    attr.u32(8, program.as_raw_fd().cast_unsigned());
+    attr.call(OBJ_PIN).with_context(|| format!("cannot pin {pin}"))?;
     let added = ns.sh(&format!(
         "tc qdisc show dev {interface} | grep -q clsact || tc qdisc add dev {interface} clsact
          tc filter add {name} bpf direct-action object-pinned {pin}"
@@ -208,157 +166,78 @@ fn filter_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, positi
 
 /// Attaches a program that performs `action`, by a TCX link.
 pub fn hook_at(ns: &NetNs, interface: &str, side: Side, action: HookAction, position: ChainPosition) -> Result<Hooked> {
-    let program = load(side, action).context("cannot load a program")?;
-    let ifindex = ns.ifindex(interface)?;
-    let link = Link {
-        program: program.as_raw_fd().cast_unsigned(),
-        ifindex,
-        attach: attach_type(side),
-        flags: if position == ChainPosition::First { BEFORE } else { AFTER },
-        relative: 0,
-        revision: 0,
-    };
-    let link = ns.run(|| Ok(bpf(LINK_CREATE, &link)?)).with_context(|| format!("cannot hook {interface}"))?;
-    Ok(Hooked::Link(link))
+    let attach = if side == Side::Ingress { TCX_INGRESS } else { TCX_EGRESS };
+    link(ns, interface, &program(action)?, attach, if position == ChainPosition::First { BEFORE } else { AFTER })
 }
 
 /// Attaches an XDP program that passes every packet.
 pub fn hook_xdp(ns: &NetNs, interface: &str) -> Result<Hooked> {
-    let code = [Instruction(MOVE, 0, 0, XDP_PASS), Instruction(EXIT, 0, 0, 0)];
-    let program = load_code(XDP_PROGRAM, XDP, &code).context("cannot load an XDP program")?;
-    let (program, ifindex) = (program.as_raw_fd().cast_unsigned(), ns.ifindex(interface)?);
-    let link = Link { program, ifindex, attach: XDP, flags: GENERIC, relative: 0, revision: 0 };
-    let link = ns.run(|| Ok(bpf(LINK_CREATE, &link)?)).with_context(|| format!("cannot hook {interface}"))?;
-    Ok(Hooked::Link(link))
+    link(ns, interface, &load_as(XDP_PROGRAM, &[mov(0, XDP_PASS), EXIT])?, XDP, GENERIC)
 }
 
-fn attach_type(side: Side) -> u32 {
-    match side {
-        Side::Ingress => TCX_INGRESS,
-        Side::Egress => TCX_EGRESS,
-    }
+fn link(ns: &NetNs, interface: &str, program: &OwnedFd, attach: u32, flags: u32) -> Result<Hooked> {
+    let words = [program.as_raw_fd().cast_unsigned(), ns.ifindex(interface)?, attach, flags];
+    let mut attr = Attr::default();
+    words.into_iter().zip((0..).step_by(4)).for_each(|(word, at)| attr.u32(at, word));
+    ns.run(|| Ok(Hooked::Link(attr.call_fd(LINK_CREATE)?))).with_context(|| format!("cannot hook {interface}"))
 }
 
-fn load(side: Side, action: HookAction) -> io::Result<OwnedFd> {
-    let exit = Instruction(EXIT, 0, 0, 0);
-    let code = match action {
-        HookAction::Next => vec![Instruction(MOVE, 0, 0, -1), exit],
-        HookAction::End => vec![Instruction(MOVE, 0, 0, 0), exit],
-        HookAction::ToPeer(index) => vec![
-            Instruction(MOVE, 1, 0, index.cast_signed()),
-            Instruction(MOVE, 2, 0, 0),
-            Instruction(CALL, 0, 0, REDIRECT_PEER),
-            exit,
-        ],
+fn program(action: HookAction) -> Result<OwnedFd> {
+    load(&match action {
+        HookAction::Next => NEXT.to_vec(),
+        HookAction::End => vec![mov(0, 0), EXIT],
+        HookAction::ToPeer(index) => vec![mov(1, index.cast_signed()), mov(2, 0), call(REDIRECT_PEER), EXIT],
         HookAction::ToNeighbour(index) => to_neighbour(index),
-        HookAction::Drop => vec![Instruction(MOVE, 0, 0, 2), exit],
+        HookAction::Drop => vec![mov(0, 2), EXIT],
         HookAction::Masquerade(from, to) => masquerade(from, to),
-    };
-    load_code(SCHED_CLS, attach_type(side), &code)
+    })
 }
 
-fn load_code(kind: u32, attach: u32, code: &[Instruction]) -> io::Result<OwnedFd> {
-    let load = Load {
-        kind,
-        count: code.len() as u32,
-        instructions: code.as_ptr() as u64,
-        licence: c"GPL".as_ptr() as u64,
-        log: [0; 3],
-        name: *b"somebody_else\0\0\0",
-        ifindex: 0,
-        attach,
-    };
-    bpf(PROG_LOAD, &load)
+/// Returns code that loads bytes of the frame to the top of the stack; expects the context in [`CONTEXT`].
+fn load_bytes(offset: i32, length: i32) -> Vec<u64> {
+    let to = [copy(3, FP), instruction(ADD, 3, 0, 0, -8)];
+    [&[copy(1, CONTEXT), mov(2, offset)], &to[..], &[mov(4, length), call(LOAD_BYTES)]].concat()
 }
 
-/// Encodes the registers of an instruction: destination in the lower half of the byte, source in the upper half.
-const fn both(dst: u8, src: u8) -> u8 {
-    src << 4 | dst
+/// Returns code that puts the context into [`CONTEXT`] and the EtherType into register 2.
+fn prologue() -> Vec<u64> {
+    vec![copy(CONTEXT, 1), load_word(2, 1, PROTOCOL)]
 }
 
-/// Returns code that loads bytes of the frame to the top of the stack; expects the context in register 6.
-fn load_bytes(offset: i32, length: i32) -> Vec<Instruction> {
-    vec![
-        Instruction(COPY, both(1, 6), 0, 0),
-        Instruction(MOVE, 2, 0, offset),
-        Instruction(COPY, both(3, 10), 0, 0),
-        Instruction(ADD, 3, 0, -8),
-        Instruction(MOVE, 4, 0, length),
-        Instruction(CALL, 0, 0, LOAD_BYTES),
-    ]
-}
+const NEXT: [u64; 2] = [mov(0, -1), EXIT];
 
-/// Returns code that puts the context into register 6 and the EtherType into register 2.
-fn prologue() -> Vec<Instruction> {
-    vec![Instruction(COPY, both(6, 1), 0, 0), Instruction(LOAD_WORD, both(2, 1), PROTOCOL, 0)]
-}
-
-const NEXT: [Instruction; 2] = [Instruction(MOVE, 0, 0, -1), Instruction(EXIT, 0, 0, 0)];
-
-fn to_neighbour(index: u32) -> Vec<Instruction> {
-    let redirect = [
-        Instruction(MOVE, 1, 0, index.cast_signed()),
-        Instruction(MOVE, 2, 0, 0),
-        Instruction(MOVE, 3, 0, 0),
-        Instruction(MOVE, 4, 0, 0),
-        Instruction(CALL, 0, 0, REDIRECT_NEIGHBOUR),
-        Instruction(EXIT, 0, 0, 0),
-    ];
+fn to_neighbour(index: u32) -> Vec<u64> {
+    let redirect = [mov(1, index.cast_signed()), mov(2, 0), mov(3, 0), mov(4, 0), call(REDIRECT_NEIGHBOUR), EXIT];
     // The first byte of an IPv6 destination. The lab's global addresses begin with 2001.
     let mut global = load_bytes(38, 1);
-    global.push(Instruction(LOAD_BYTE, both(2, 10), -8, 0));
-    global.push(Instruction(UNLESS_EQUAL, 2, redirect.len() as i16, 0x20));
+    global.push(instruction(LOAD_BYTE, 2, FP, -8, 0));
+    global.push(instruction(JUMP_IF_NOT, 2, 0, redirect.len() as i16, 0x20));
     let mut code = prologue();
-    code.push(Instruction(IF_EQUAL, 2, 1 + global.len() as i16, IPV4));
-    code.push(Instruction(UNLESS_EQUAL, 2, (global.len() + redirect.len()) as i16, IPV6));
+    code.push(instruction(IF_EQUAL, 2, 0, 1 + global.len() as i16, IPV4));
+    code.push(instruction(JUMP_IF_NOT, 2, 0, (global.len() + redirect.len()) as i16, IPV6));
     code.extend(global.into_iter().chain(redirect).chain(NEXT));
     code
 }
 
-fn masquerade(from: Ipv4Addr, to: Ipv4Addr) -> Vec<Instruction> {
+fn masquerade(from: Ipv4Addr, to: Ipv4Addr) -> Vec<u64> {
     // The addresses in the frame's byte order.
-    let [from, to] = [from, to].map(|address| i32::from_ne_bytes(address.octets()));
+    let word = |address: Ipv4Addr| i32::from_ne_bytes(address.octets());
     let checksum = |helper, offset, flags| {
-        [
-            Instruction(COPY, both(1, 6), 0, 0),
-            Instruction(MOVE, 2, 0, offset),
-            Instruction(MOVE_32, 3, 0, from),
-            Instruction(MOVE_32, 4, 0, to),
-            Instruction(MOVE, 5, 0, flags),
-            Instruction(CALL, 0, 0, helper),
-        ]
+        let addresses =
+            [(3, from), (4, to)].map(|(register, address)| instruction(MOVE_WORD, register, 0, 0, word(address)));
+        [copy(1, CONTEXT), mov(2, offset)].into_iter().chain(addresses).chain([mov(5, flags), call(helper)])
     };
-    // Headers without options: IP checksum, TCP checksum, source address.
-    let mut rewrite = vec![];
-    rewrite.extend(checksum(L4_CHECKSUM, 50, PSEUDO_HEADER | 4));
+    // Headers without options: TCP checksum, IP checksum, source address.
+    let mut rewrite: Vec<u64> = checksum(L4_CHECKSUM, 50, PSEUDO_HEADER | 4).collect();
     rewrite.extend(checksum(L3_CHECKSUM, 24, 4));
-    rewrite.extend([
-        Instruction(STORE_WORD, 10, -8, to),
-        Instruction(COPY, both(1, 6), 0, 0),
-        Instruction(MOVE, 2, 0, 26),
-        Instruction(COPY, both(3, 10), 0, 0),
-        Instruction(ADD, 3, 0, -8),
-        Instruction(MOVE, 4, 0, 4),
-        Instruction(MOVE, 5, 0, 0),
-        Instruction(CALL, 0, 0, STORE_BYTES),
-    ]);
+    rewrite.extend(store(FP, -8, &to.octets()));
+    rewrite.extend([copy(1, CONTEXT), mov(2, 26), copy(3, FP), instruction(ADD, 3, 0, 0, -8)]);
+    rewrite.extend([mov(4, 4), mov(5, 0), call(STORE_BYTES)]);
     let mut source = load_bytes(26, 4);
-    source.push(Instruction(LOAD_WORD, both(2, 10), -8, 0));
-    source.push(Instruction(UNLESS_EQUAL_32, 2, rewrite.len() as i16, from));
+    source.push(load_word(2, FP, -8));
+    source.push(instruction(JUMP_IF_NOT_WORD, 2, 0, rewrite.len() as i16, word(from)));
     let mut code = prologue();
-    code.push(Instruction(UNLESS_EQUAL, 2, (source.len() + rewrite.len()) as i16, IPV4));
+    code.push(instruction(JUMP_IF_NOT, 2, 0, (source.len() + rewrite.len()) as i16, IPV4));
     code.extend(source.into_iter().chain(rewrite).chain(NEXT));
     code
-}
-
-fn bpf<T>(command: i64, attributes: &T) -> io::Result<OwnedFd> {
-    let fd = call(command, attributes)?;
-    // SAFETY: fd is open, and nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-fn call<T>(command: i64, attributes: &T) -> io::Result<i32> {
-    // SAFETY: the attributes have the layout that the command expects, and their pointers stay valid until it returns.
-    let result = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(attributes), size_of::<T>()) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
 }

@@ -7,30 +7,34 @@ use anyhow::{Context, Result};
 
 const PROG_LOAD: u32 = 5;
 const PROG_TYPE_SCHED_CLS: u32 = 3;
+/// The name of all programs of the lab.
+const NAME: &[u8] = b"somebody_else";
 pub(crate) const PSEUDO_MAP_FD: u8 = 1;
 
 /// Encodes one instruction.
-pub(crate) fn instruction(code: u8, dst: u8, src: u8, off: i16, imm: i32) -> u64 {
-    u64::from(code)
-        | u64::from(src << 4 | dst) << 8
-        | u64::from(off.cast_unsigned()) << 16
-        | u64::from(imm.cast_unsigned()) << 32
+pub(crate) const fn instruction(code: u8, dst: u8, src: u8, off: i16, imm: i32) -> u64 {
+    code as u64
+        | ((src << 4 | dst) as u64) << 8
+        | (off.cast_unsigned() as u64) << 16
+        | (imm.cast_unsigned() as u64) << 32
 }
 
-pub(crate) fn mov(dst: u8, imm: i32) -> u64 {
+pub(crate) const fn mov(dst: u8, imm: i32) -> u64 {
     instruction(0xb7, dst, 0, 0, imm)
 }
 
-pub(crate) fn copy(dst: u8, src: u8) -> u64 {
+pub(crate) const fn copy(dst: u8, src: u8) -> u64 {
     instruction(0xbf, dst, src, 0, 0)
 }
 
-pub(crate) fn call(helper: i32) -> u64 {
+pub(crate) const fn call(helper: i32) -> u64 {
     instruction(0x85, 0, 0, 0, helper)
 }
 
 pub(crate) const EXIT: u64 = 0x95;
 pub(crate) const ADD: u8 = 0x07;
+/// Moves an immediate to the lower 32 bits of a register, and clears the upper ones.
+pub(crate) const MOVE_WORD: u8 = 0xb4;
 pub(crate) const JUMP_IF_GREATER: u8 = 0x2d;
 pub(crate) const JUMP_IF_NOT: u8 = 0x55;
 /// [`JUMP_IF_NOT`] for 32 bits.
@@ -78,6 +82,7 @@ pub(crate) fn load_as(kind: u32, code: &[u64]) -> Result<OwnedFd> {
     attr.u32(4, code.len() as u32);
     attr.u64(8, code.as_ptr() as u64);
     attr.u64(16, c"GPL".as_ptr() as u64);
+    attr.0[48..][..NAME.len()].copy_from_slice(NAME);
     attr.call_fd(PROG_LOAD).context("cannot load a program of the lab")
 }
 
