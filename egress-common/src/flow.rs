@@ -39,6 +39,14 @@ pub mod kind {
     pub const SEVERED: u8 = 2;
 }
 
+/// Values of [`Flow::pending`] of a flow that waits.
+pub mod pending {
+    /// The firewall has let no packet of the flow pass.
+    pub const NEW: u8 = 1;
+    /// It has let packets pass before the pod opened the connection again.
+    pub const AGAIN: u8 = 2;
+}
+
 map_type! {
     /// Value of `FLOWS_*`: the record for outgoing packets.
     pub struct Flow {
@@ -78,7 +86,7 @@ map_type! {
         pub queued: u8,
         /// [`kind`].
         pub kind: u8,
-        /// 1 until the host's firewall lets a packet of the flow pass, else 0.
+        /// Whether the flow waits until the host's firewall lets one of its packets pass, [`pending`]; else 0.
         pub pending: u8,
     } size 56
 }

@@ -1,10 +1,7 @@
 //! Counts flows and the ports that they use, in the background, because the tables may hold a million flows.
 
 use super::{Agent, tell};
-use egress_common::{
-    flow::{Flow, kind},
-    net,
-};
+use egress_common::{flow::Flow, net};
 use egress_core::agent::{
     machine::Counted,
     ports::{Growth, Ports, Used},
@@ -70,7 +67,7 @@ fn count_ports(
     accounts: &mut BTreeMap<u32, u64>,
 ) -> Result<Ports, MapsError> {
     let egress = |flow: &Flow| {
-        let (generation, address) = known.get(&flow.egress).filter(|_| flow.kind == kind::TRANSLATED)?;
+        let (generation, address) = known.get(&flow.egress)?;
         (*generation == flow.egress_generation).then_some(*address)
     };
     let used = |flow: &Flow, pod: IpAddr, remote: IpAddr, port: u16, proto: u32| {

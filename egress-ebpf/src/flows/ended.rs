@@ -88,7 +88,12 @@ pub fn by_remote<F: Family>(
         flow.back = 0;
     }
     if has_ended::<F>(key, flow) {
-        queue::<F>(key, flow);
+        if key.proto == proto::UDP && flow.queued != 0 {
+            // The remote side sends for longer than an answer takes.
+            flow.state |= udp::seen::MORE;
+        } else {
+            queue::<F>(key, flow);
+        }
     }
     judged
 }
@@ -208,19 +213,20 @@ pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
     }
 }
 
-/// Makes room for a flow that this packet would open: removes a batch of ended flows, those that
-/// ended first, and more until the pod is within its quota. Returns their number.
+/// Makes room for a flow that this packet would open: removes a batch of ended flows, those that ended first. A pod that has used up its
+/// quota makes room among its own flows only. Returns their number.
 #[inline(always)]
 pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
     let Some(pod) = F::load(pkt, ETH_LEN + F::SRC) else { return 0 };
     // SAFETY: entries are replaced, not changed in place.
     let Some(endpoint) = (unsafe { F::endpoints().get(pod) }) else { return 0 };
-    let Some(search) = F::search().get_ptr_mut(0) else { return 0 };
+    let (Some(config), Some(search)) = (CONFIG.get(0), F::search().get_ptr_mut(0)) else { return 0 };
     // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU. The callback takes no
     // context.
     unsafe {
         (*search).endpoint = endpoint.id;
         (*search).outcome = 0;
+        (*search).own = share::is_used_up::<F>(config, endpoint.id) as u32;
         bpf_loop(RECLAIM_LOOKS, take_one::<F> as *mut c_void, core::ptr::null_mut(), 0);
         (*search).outcome as u64
     }
@@ -228,13 +234,18 @@ pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
 
 /// Removes the oldest ended flow. Returns 0 to continue, 1 to stop.
 extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
-    let (Some(config), Some(search)) = (CONFIG.get(0), ports::search::<F>()) else { return 1 };
+    let Some(search) = ports::search::<F>() else { return 1 };
     let Ok(Some(record)) = F::ended().pop() else { return 1 };
     let Some(flow) = queued::<F>(&record) else { return 0 };
+    if search.own != 0 && flow.endpoint != search.endpoint {
+        // Another pod's flow makes no room in this pod's quota.
+        flow.queued = F::ended().push(record, 0).is_ok() as u8;
+        return 0;
+    }
     forget::<F>(&record.key, flow);
     stats::count(Counter::FlowsReclaimed);
     search.outcome += 1;
-    (search.outcome as u64 >= RECLAIM_BATCH && !share::is_used_up::<F>(config, search.endpoint)) as i64
+    (search.outcome as u64 >= RECLAIM_BATCH) as i64
 }
 
 once! {

@@ -59,7 +59,8 @@ pub fn remember<F: Family>(pkt: &Packet) -> Verdict {
         return Verdict::Pass;
     }
     let key = key::of_reply(&ip, &t);
-    if F::flows().get_ptr(&key).is_some() {
+    // A query and the pod's own query with the same identifier are independent of each other.
+    if t.kind != Kind::Query && F::flows().get_ptr(&key).is_some() {
         return Verdict::Pass;
     }
     // A SYN makes a new record: the previous connection is over.
@@ -131,6 +132,9 @@ pub enum Known {
 /// whatever has become of the tables since. Removes a record that the packet does not continue.
 #[inline(always)]
 pub fn look<F: Family>(pkt: &Packet, config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, renewed: bool) -> Known {
+    if t.kind == Kind::Query {
+        return Known::No;
+    }
     let Some(record) = F::inbound().get_ptr_mut(key) else { return Known::No };
     // SAFETY: as in `remember`.
     let record = unsafe { &mut *record };
@@ -175,7 +179,7 @@ pub fn renew<F: Family>(pkt: &Packet) -> u64 {
 /// has not been idle for too long. Only the pod's segments are tracked; the other side is assumed to have sent an ACK.
 #[inline(always)]
 fn goes_on<F: Family>(config: &DatapathConfig, t: &L4Header, key: &FlowKey<F>, record: &mut Inbound) -> bool {
-    if t.opens() || t.kind == Kind::Query {
+    if t.opens() {
         return false;
     }
     let [long, short, udp, icmp] = collect::idle_times(config);

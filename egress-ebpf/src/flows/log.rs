@@ -5,7 +5,7 @@ use crate::tables::{family::Family, maps::FLOW_EVENTS, stats};
 use aya_ebpf::{bindings::BPF_RB_NO_WAKEUP, maps::ring_buf::RingBufEntry};
 use egress_common::{
     event::{FlowEvent, what},
-    flow::{Flow, FlowKey},
+    flow::{Flow, FlowKey, pending},
     verdict::Counter,
 };
 
@@ -34,7 +34,7 @@ pub fn began<F: Family>(key: &FlowKey<F>, flow: &Flow) {
 /// Every field is read before the removal: afterwards the entry's memory may belong to another flow.
 #[inline(never)]
 pub fn remove<F: Family>(key: &FlowKey<F>, flow: &Flow, last: u32) -> u64 {
-    let what = if flow.pending == 0 { what::ENDED } else { what::REFUSED };
+    let what = if flow.pending == pending::NEW { what::REFUSED } else { what::ENDED };
     let record = record(key, flow, last, what);
     let removed = F::flows().remove(key).is_ok();
     match record {

@@ -92,10 +92,12 @@ extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     if member.usable == 0 || member.generation != e.generation {
         return 0;
     }
+    // While the assigned egress IP is usable, an endpoint has no other: without a port there, its flow has none.
+    let only = (s.policy.flags & policy_flags::PER_ENDPOINT != 0) as i64;
     let blocks = list.count;
     s.outcome = NO_PORT;
     if blocks == 0 || blocks > port_block::COUNT as u32 {
-        return 0;
+        return only;
     }
     s.key.src = F::from_any(&e.addr);
     s.value.egress = egress;
@@ -111,12 +113,12 @@ extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
         unsafe { bpf_loop(SHARE_PROBES, look_at::<F> as *mut c_void, core::ptr::null_mut(), 0) };
         if s.own >= SHARE_LIMIT {
             s.outcome = SHARE;
-            return 0;
+            return only;
         }
     }
     // SAFETY: the callback takes no context.
     unsafe { bpf_loop(probes, try_port::<F> as *mut c_void, core::ptr::null_mut(), 0) };
-    (s.outcome != NO_PORT) as i64
+    if s.outcome == NO_PORT { only } else { 1 }
 }
 
 /// Puts the port of one attempt into the key.

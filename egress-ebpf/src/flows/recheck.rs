@@ -17,7 +17,7 @@ use crate::{
 };
 use egress_common::{
     config::DatapathConfig,
-    flow::{Flow, FlowKey, is_pair, kind},
+    flow::{Flow, FlowKey, is_pair, kind, pending},
     tcp,
     traffic::OTHER,
     verdict::{Counter, Verdict},
@@ -145,18 +145,20 @@ fn reopen<F: Family>(config: &DatapathConfig, key: &FlowKey<F>, flow: &mut Flow,
     if tcp::closed(flow.state, flow.back) && (changed != 0 || !usable) {
         return false;
     }
-    let pending = firewall::is_asked(config);
+    let asked = firewall::is_asked(config);
     if let Some(reverse) = reverse_key::<F>(key, flow)
         && let Some(value) = F::reverses().get_ptr_mut(&reverse)
         // SAFETY: a pointer into the map.
         && is_pair(key, flow, &reverse, unsafe { &*value })
     {
         // SAFETY: as above, and a single store.
-        unsafe { (*value).state = reverse_state(pending) };
+        unsafe { (*value).state = reverse_state(asked) };
     }
     flow.state = changed;
     flow.back = 0;
-    flow.pending = pending;
+    if asked == 0 || flow.pending == 0 {
+        flow.pending = asked * pending::AGAIN;
+    }
     true
 }
 

@@ -261,7 +261,7 @@ fn outward<F: Family>(
         From::Tunnel(source) => is_address(node, source),
         From::Vlan(_) => false,
     };
-    if lessee == 0 || !theirs {
+    if lessee == 0 || lessee == config.node || !theirs {
         return Err(Left::For(Counter::XdpRefused));
     }
     if e.queue != 0 {

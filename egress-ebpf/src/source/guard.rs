@@ -24,7 +24,7 @@ use crate::{
 };
 use egress_common::{
     V4, V6,
-    config::DatapathConfig,
+    config::{self, DatapathConfig},
     egress::flags,
     flow::kind,
     tcp,
@@ -235,7 +235,7 @@ fn unguarded<F: Family>(pkt: &Packet, config: &DatapathConfig, ip: &Ip<F>, t: &L
     }
     let Class::Policy(index, _) = classify::classify(config, ip.src, ip.dst) else { return Verdict::Pass };
     match t.kind {
-        Kind::Answer => Verdict::Pass,
+        Kind::Answer if config.flags & config::flags::UNSEEN_INBOUND != 0 => Verdict::Pass,
         // The record of an inbound connection ends with the pod's reset.
         Kind::Tcp if t.flags & tcp::flag::RST != 0 && pkt.is_noted(note::POD) => Verdict::Pass,
         Kind::Error if icmp::is_untouched::<F>(pkt, ip) => Verdict::Pass,

@@ -280,8 +280,9 @@ fn unknown<F: Family>(
     match t.kind {
         Kind::Tcp if t.opens() || policy.leaves_as_node() => {}
         Kind::Tcp => return Err(stray::<F>(pkt, config, generation, ip, t, key, &policy, &endpoint)),
-        // An answer to a query that arrived on a path that this node does not see (an inbound query is remembered).
-        Kind::Answer => return Err(alone(ip)),
+        // Queries from outside are recorded, except those that bypass the interface's egress hook.
+        Kind::Answer if policy.leaves_as_node() || config.flags & flags::UNSEEN_INBOUND != 0 => return Err(alone(ip)),
+        Kind::Answer => return Err(Verdict::Drop(Counter::DropUnknownFlow)),
         Kind::Udp | Kind::Query => {}
         // The stack waits for the first fragment.
         Kind::Orphan if firewall::is_asked(config) != 0 => return Err(firewall::detour(pkt)),

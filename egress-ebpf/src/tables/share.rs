@@ -11,7 +11,9 @@ use egress_common::config::DatapathConfig;
 pub fn is_used_up<F: Family>(config: &DatapathConfig, endpoint: u32) -> bool {
     let Some(flows) = F::shares().get_ptr(endpoint) else { return false };
     // SAFETY: a pointer into the map.
-    config.pod_flows != 0 && unsafe { flows.read_volatile() } >= config.pod_flows as u64
+    let used = unsafe { flows.read_volatile() } as i64;
+    // It may be negative for a while: see `take`.
+    config.pod_flows != 0 && used >= config.pod_flows as i64
 }
 
 /// Returns the number of the pod's flows.
@@ -36,7 +38,7 @@ pub fn take<F: Family>(endpoint: u32) {
 pub fn give_back<F: Family>(endpoint: u32) {
     let Some(flows) = F::shares().get_ptr_mut(endpoint) else { return };
     // SAFETY: a pointer into the map.
-    if unsafe { flows.read_volatile() } > 1 {
+    if unsafe { flows.read_volatile() } as i64 > 1 {
         add(flows, u64::MAX);
     } else {
         let _ = F::shares().remove(endpoint);

@@ -24,7 +24,8 @@ const LENGTH: u8 = 4;
 #[inline(always)]
 pub fn clamp<F: Family>(pkt: &Packet, config: &DatapathConfig, to: u32, l4: u32) {
     let limit = match NODES.get(to) {
-        Some(node) if node.forward == DIRECT => node.mtu.saturating_sub(F::HEADER + TCP_HEADER),
+        // A tunnel over IPv6 carries no larger segments when the transport changes, because nothing fragments them.
+        Some(node) if node.forward == DIRECT && node.tunnel_v4 != 0 => node.mtu.saturating_sub(F::HEADER + TCP_HEADER),
         _ if F::VERSION == 4 => config.mss_v4,
         _ => config.mss_v6,
     };

@@ -280,6 +280,50 @@ fn churn_answered_udp_queries_make_room_and_streams_stay() {
 }
 
 #[test]
+fn churn_a_stream_from_the_server_is_no_answered_query() {
+    for (n, pod) in POD.into_iter().enumerate() {
+        let pod = addr(pod);
+        let mut view = limited();
+        view.config.as_mut().unwrap().pod_flows = 1;
+        let Some(mut rig) = Reused::new(&format!("churn-stream-{n}"), &view) else { return };
+        let asks = |to: u32, from: u16| seal(ip(pod, server(to, pod), UDP, &[], &udp(from, 5_353, b"subscribe")));
+        let sent = rig.run("pod_egress", &asks(1, 4_000)).1;
+        let r = read(&sent).unwrap();
+        let news = seal(ip(r.dst, r.src, UDP, &[], &udp(5_353, ports(&sent).0, b"news")));
+        for _ in 0..2 {
+            assert_eq!(rig.run("uplink_ingress", &news).0, REDIRECT);
+            age(&rig, 2);
+        }
+        rig.dropped("pod_egress", &asks(2, 4_001), Counter::DropPodShare);
+        assert_eq!(rig.run("uplink_ingress", &news).0, REDIRECT);
+    }
+}
+
+#[test]
+fn churn_a_pod_at_its_quota_removes_no_flow_of_another() {
+    for (n, [pod, other]) in [[POD4, "10.1.0.7"], [POD6, "fd00:1::7"]].into_iter().enumerate() {
+        let (pod, other) = (addr(pod), addr(other));
+        let mut view = limited();
+        let mut neighbor = view.endpoints[&scenes::endpoint_id(0)].clone();
+        neighbor.ips = [other].into();
+        view.endpoints.insert(scenes::endpoint_id(7), neighbor);
+        view.config.as_mut().unwrap().pod_flows = 1;
+        let Some(mut rig) = Reused::new(&format!("churn-neighbor-{n}"), &view) else { return };
+        let asks = |pod: IpAddr, to: u32| seal(ip(pod, server(to, pod), UDP, &[], &udp(4_000, 5_353, b"question")));
+        let sent = rig.run("pod_egress", &asks(other, 1)).1;
+        let r = read(&sent).unwrap();
+        let answer = seal(ip(r.dst, r.src, UDP, &[], &udp(5_353, ports(&sent).0, b"answer")));
+        assert_eq!(rig.run("uplink_ingress", &answer).0, REDIRECT);
+        assert_eq!(rig.run("pod_egress", &asks(pod, 2)).0, REDIRECT);
+        rig.dropped("pod_egress", &asks(pod, 3), Counter::DropPodShare);
+        assert_eq!((rig.count(Counter::FlowsReclaimed), rig.run("uplink_ingress", &answer).0), (0, REDIRECT));
+        // The neighbor itself has room for its next question.
+        assert_eq!(rig.run("pod_egress", &asks(other, 4)).0, REDIRECT);
+        assert_eq!(rig.count(Counter::FlowsReclaimed), 1);
+    }
+}
+
+#[test]
 fn forged_close_outside_segments_alone_never_end_a_connection() {
     for (n, pod) in POD.into_iter().enumerate() {
         let pod = addr(pod);

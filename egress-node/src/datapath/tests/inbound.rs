@@ -170,6 +170,7 @@ fn syn_ack_without_a_record_passes_only_if_inbound_may_be_unseen() {
         for flags in [SYN | ACK, ACK] {
             rig.dropped("pod_egress", &says(flags), Counter::DropUnknownFlow);
         }
+        rig.dropped("pod_egress", &echo(pod, server, true, 9, b"pong"), Counter::DropUnknownFlow);
         // Connections that our program has seen are answered.
         let asks = seal(ip(server, pod, TCP, &[], &tcp(40_001, 8080, SYN, &[])));
         assert_eq!(rig.run("pod_ingress", &asks).0, NEXT);
@@ -178,6 +179,7 @@ fn syn_ack_without_a_record_passes_only_if_inbound_may_be_unseen() {
         view.config.as_mut().unwrap().flags |= flags::UNSEEN_INBOUND;
         rig.write(&view);
         rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
+        assert_eq!(rig.run("pod_egress", &echo(pod, server, true, 9, b"pong")).0, NEXT);
         for flags in [SYN | ACK, ACK] {
             assert_eq!(rig.run("pod_egress", &says(flags)).0, NEXT);
         }
