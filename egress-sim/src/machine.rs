@@ -293,18 +293,14 @@ impl SimAgent {
     }
 
     fn write_status(&mut self, hands: &mut Hands<'_>) {
-        let mut write = |object: EgressNode| {
-            hands.effects.push(Effect::Write(Purpose::Status, Object::EgressNode(Arc::new(object))));
-        };
-        let Some(present) = self.observed.egress_node(&self.node) else {
-            self.machine.handle_news();
-            return write(EgressNode::joining(self.node.as_str(), self.machine.facts().is_named()));
-        };
+        // A controller creates the object.
+        let Some(present) = self.observed.egress_node(&self.node) else { return self.machine.handle_status(true) };
         let status = status::of_leases(&mut self.machine, present.status.as_ref());
         if present.status.as_ref() == Some(&status) {
             return self.machine.handle_status(true);
         }
-        write(EgressNode { status: Some(status), ..EgressNode::clone(present) });
+        let object = EgressNode { status: Some(status), ..EgressNode::clone(present) };
+        hands.effects.push(Effect::Write(Purpose::Status, Object::EgressNode(Arc::new(object))));
     }
 }
 

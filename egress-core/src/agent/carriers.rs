@@ -65,7 +65,8 @@ impl Carriers {
         self.advertised.clear();
         self.replying.clear();
         for (ip, e) in c.objects.plan.egress_ips.iter().filter(|(_, e)| e.owner.is_some()) {
-            let worth: Vec<(&NodeName, Worth)> = e.order().map(|name| (name, self.worth(c, *ip, e, name))).collect();
+            let needed = self.needed(c, *ip);
+            let worth: Vec<_> = e.order().map(|name| (name, worth(c, (*ip, e), needed, name))).collect();
             let used = use_of(outbound(&c.objects.snapshot, e), &worth);
             if self.used(*ip).iter().any(|name| !used.contains(name)) {
                 self.turned_away.insert(*ip);
@@ -194,33 +195,34 @@ impl Carriers {
         self.lingers.values().min().copied()
     }
 
-    fn worth(&self, c: &Facts, ip: IpAddr, e: &EgressIpPlan, name: &NodeName) -> Worth {
-        if *name == c.node {
-            if c.objects.partial {
-                return Worth::Unready;
-            }
-            // This node's own tables are written as a whole.
-            return if c.able || e.fixed { Worth::Good } else { Worth::Unable };
-        }
-        let carries = |report: &NodeReport| report.carries.contains(&ip) && self.is_current(c, ip, name);
-        match c.probes.get(name) {
-            Some(ProbeState::Dead) => Worth::Dead,
-            _ if !c.objects.snapshot.nodes.contains_key(name) => Worth::Dead,
-            Some(ProbeState::Unable) => Worth::Unable,
-            _ if e.fixed || c.objects.snapshot.report(name).is_some_and(carries) => Worth::Good,
-            _ => Worth::Unready,
-        }
-    }
-
-    /// Returns whether a carrier knows all blocks of this node that the carriers in use know. Dead carriers are not waited for.
-    fn is_current(&self, c: &Facts, ip: IpAddr, name: &NodeName) -> bool {
-        let known = |name: &NodeName| c.known_by(name, ip);
+    /// Returns the revision up to which a carrier must know this node's leases of an egress IP: that of the newest block that a carrier in
+    /// use knows. Dead carriers are not waited for.
+    fn needed(&self, c: &Facts, ip: IpAddr) -> u64 {
         let used =
             self.used(ip).iter().filter(|used| **used != c.node && c.probes.get(*used) != Some(&ProbeState::Dead));
         let blocks = c.objects.plan.blocks.get(&ip).into_iter().flat_map(BTreeMap::values);
         let own = blocks.filter(|lease| lease.node == c.node).map(|lease| lease.revision);
-        let needed = used.map(known).max().and_then(|known| own.filter(|revision| *revision <= known).max());
-        needed.unwrap_or(0) <= known(name)
+        let known = used.map(|name| c.known_by(name, ip)).max();
+        known.and_then(|known| own.filter(|revision| *revision <= known).max()).unwrap_or(0)
+    }
+}
+
+/// Returns how good a carrier of an egress IP is. `needed` is the revision up to which it must know this node's leases.
+fn worth(c: &Facts, (ip, e): (IpAddr, &EgressIpPlan), needed: u64, name: &NodeName) -> Worth {
+    if *name == c.node {
+        if c.objects.partial {
+            return Worth::Unready;
+        }
+        // This node's own tables are written as a whole.
+        return if c.able || e.fixed { Worth::Good } else { Worth::Unable };
+    }
+    let carries = |report: &NodeReport| report.carries.contains(&ip) && needed <= c.known_by(name, ip);
+    match c.probes.get(name) {
+        Some(ProbeState::Dead) => Worth::Dead,
+        _ if !c.objects.snapshot.nodes.contains_key(name) => Worth::Dead,
+        Some(ProbeState::Unable) => Worth::Unable,
+        _ if e.fixed || c.objects.snapshot.report(name).is_some_and(carries) => Worth::Good,
+        _ => Worth::Unready,
     }
 }
 

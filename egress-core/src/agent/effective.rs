@@ -2,8 +2,10 @@
 //!
 //! A policy is in force as soon as the agent reads it: traffic that only it matches is dropped until it has a slot. But if another policy
 //! already serves the same destinations, that policy continues until the new one can serve them (add before delete), while the controller
-//! finds addresses, owners and port blocks. A policy that was removed and recreated is a new policy: its status counts only after the
-//! controller has processed it.
+//! finds addresses, owners and port blocks. A policy that was removed and recreated is a new policy.
+//!
+//! A policy is new to the agent, not to its pods: an old policy does not wait when the first of its pods comes to the node, because the
+//! pod's packets would leave with another policy's egress IP. For the same reason, no policy is new that an agent finds when it starts.
 
 use super::facts::Facts;
 use crate::{
@@ -21,51 +23,45 @@ use std::{
 /// the policy cannot be carried out.
 pub const GRACE: Duration = Duration::from_secs(10);
 
-/// The policies that take precedence where they match, and since when the others have been known.
+/// The policies that do not take precedence yet. All others do where they match.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Effective {
-    policies: BTreeSet<PolicyId>,
+    /// The uid of each policy that exists. Absent before the first update.
+    known: Option<BTreeMap<PolicyId, String>>,
+    /// The new policies that cannot serve yet, and since when they have been known.
     waiting: BTreeMap<PolicyId, Duration>,
-    answered: BTreeSet<PolicyId>,
 }
 
 impl Effective {
-    /// Restores the policies that an earlier agent had in force.
-    pub fn recover(policies: BTreeSet<PolicyId>) -> Self {
-        Self { policies, ..Self::default() }
-    }
-
-    /// Updates the state from the policies at `now`, on any clock that only goes forward, and from the set of policies that the controller
-    /// has not processed yet.
+    /// Updates the state at `now`, on any clock that only goes forward, from all policies and from the views of those that select a pod of
+    /// this node.
     pub fn update(
         &mut self,
-        policies: &BTreeMap<PolicyId, (&Policy, PolicyView)>,
-        unanswered: &BTreeSet<PolicyId>,
+        policies: &BTreeMap<PolicyId, Policy>,
+        views: &BTreeMap<PolicyId, PolicyView>,
         now: Duration,
     ) {
-        let anew: Vec<PolicyId> = self.answered.intersection(unanswered).cloned().collect();
-        let goes_on = |id: &PolicyId| policies.contains_key(id) && !anew.contains(id);
-        self.policies.retain(goes_on);
-        self.waiting.retain(|id, _| goes_on(id));
-        self.answered = policies.keys().filter(|id| !unanswered.contains(id)).cloned().collect();
-        for (id, (policy, view)) in policies {
-            let since = *self.waiting.entry(id.clone()).or_insert(now);
-            if can_serve(policy, view) || now.saturating_sub(since) >= GRACE {
-                self.policies.insert(id.clone());
-            }
+        let uids = policies.iter().map(|(id, policy)| (id.clone(), policy.uid.clone())).collect();
+        if let Some(known) = self.known.replace(uids) {
+            let new = policies.iter().filter(|(id, policy)| known.get(*id) != Some(&policy.uid));
+            self.waiting.extend(new.map(|(id, _)| (id.clone(), now)));
         }
+        self.waiting.retain(|id, since| {
+            let serves = |policy| views.get(id).is_some_and(|view| can_serve(policy, view));
+            now.saturating_sub(*since) < GRACE && policies.get(id).is_some_and(|policy| !serves(policy))
+        });
     }
 
     /// Returns whether a policy takes precedence where it matches.
     #[cfg(test)]
     pub fn comes_first(&self, id: &PolicyId) -> bool {
-        self.policies.contains(id)
+        !self.waiting.contains_key(id)
     }
 
     /// Returns the merged destinations of a class: those of the policies that take precedence and, where none of them matches, those of the
     /// others.
     pub fn merge(&self, facts: &Facts, class: &BTreeSet<PolicyId>) -> Vec<(IpNet, Option<PolicyId>)> {
-        let (first, rest): (Vec<_>, Vec<_>) = class.iter().partition(|id| self.policies.contains(*id));
+        let (rest, first): (Vec<_>, Vec<_>) = class.iter().partition(|id| self.waiting.contains_key(*id));
         let first = classes::merge(&facts.objects.snapshot.policies, first);
         if rest.is_empty() {
             return first;

@@ -32,8 +32,8 @@ pub struct Objects {
     pub plan: Plan,
     /// Whether the leases of only some nodes have been read, perhaps not all that the plan needs. Meanwhile this node carries nothing.
     pub partial: bool,
-    /// The policies that the controller has not processed yet.
-    pub unanswered: BTreeSet<PolicyId>,
+    /// The policies whose present generation the controller has not planned yet: the plan is that of an earlier one, or of none.
+    pub unplanned: BTreeSet<PolicyId>,
 }
 
 /// The carriers and blocks that flows of an egress IP use.

@@ -12,8 +12,8 @@ use crate::{
     encode::{EgressView, EndpointView, NodeView, PolicyView, SlotView},
     health::ProbeState,
     model::{
-        Announce, Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, Policy, PolicyId, Snapshot,
-        Source, SubnetInfo, ZoneMode,
+        AddressSource, Announce, Bandwidth, Distribution, EndpointId, Existing, Family, Node, NodeName, Policy,
+        PolicyId, Snapshot, Source, SubnetInfo, ZoneMode,
     },
     network::{
         EgressLink,
@@ -100,14 +100,13 @@ pub fn view(facts: &Facts, decided: &Decided, config: DatapathConfig, effective:
     });
     let endpoints: BTreeMap<_, _> = endpoints.chain(facts.gone.clone()).collect();
     let in_force: BTreeSet<&PolicyId> = endpoints.values().flat_map(|e| &e.class).collect();
-    let policies = facts.objects.snapshot.policies.values().filter(|p| in_force.contains(&p.id));
-    let policies: BTreeMap<_, _> =
-        policies.map(|p| (p.id.clone(), (p, policy(facts, decided, p, &endpoints)))).collect();
-    effective.update(&policies, &facts.objects.unanswered, facts.now);
+    let all = &facts.objects.snapshot.policies;
+    let policies = all.values().filter(|p| in_force.contains(&p.id));
+    let policies: BTreeMap<_, _> = policies.map(|p| (p.id.clone(), policy(facts, decided, p, &endpoints))).collect();
+    effective.update(all, &policies, facts.now);
     let classes: BTreeSet<&BTreeSet<PolicyId>> =
         endpoints.values().map(|e| &e.class).filter(|c| !c.is_empty()).collect();
     let classes = classes.into_iter().map(|c| (c.clone(), effective.merge(facts, c))).collect();
-    let policies = policies.into_iter().map(|(id, (_, view))| (id, view)).collect();
     NodeView {
         node: Some(facts.node.clone()),
         endpoints,
@@ -331,17 +330,20 @@ pub fn cut_off(facts: &Facts) -> BTreeMap<IpAddr, String> {
     let Objects { snapshot, plan, .. } = &**objects;
     let nowhere = Default::default();
     let labels = snapshot.nodes.get(node).map_or(&nowhere, |n| &n.labels);
-    let by_policy = |policy: &PolicyId| {
+    // Of a policy's gateways, only those with this very address may carry it, and an address of `Configured` never floats.
+    let by_policy = |ip: IpAddr, policy: &PolicyId| {
         snapshot.policies.get(policy).is_some_and(|p| match &p.source {
-            Source::Gateways(gateways) => gateways.iter().any(|g| g.nodes.matches(labels)),
+            Source::Gateways(gateways) => {
+                gateways.iter().any(|g| g.address == AddressSource::Ip(ip) && g.nodes.matches(labels))
+            }
             Source::Pools(_) => false,
         })
     };
-    let candidate = |e: &EgressIpPlan| match &e.pool {
+    let candidate = |ip: IpAddr, e: &EgressIpPlan| match &e.pool {
         Some(pool) => snapshot.placement(pool).map_or(e.carriers.contains(node), |p| p.nodes.matches(labels)),
-        None => e.users.keys().any(by_policy),
+        None => e.users.keys().any(|policy| by_policy(ip, policy)),
     };
-    let all = plan.egress_ips.iter().filter(|(_, e)| !e.fixed && candidate(e));
+    let all = plan.egress_ips.iter().filter(|(ip, e)| !e.fixed && candidate(**ip, e));
     // A link whose network contains the address counts even while it is down.
     let home = |ip: IpAddr| {
         let uplinks = roles.uplinks.iter().filter_map(|index| links.links.get(index));

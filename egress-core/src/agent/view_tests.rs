@@ -5,7 +5,7 @@ use super::{
     effective::Effective,
     facts::{Facts, Objects},
     late::Late,
-    view::{Decided, classes_of, interfaces, uplink, view},
+    view::{Decided, classes_of, cut_off, interfaces, uplink, view},
 };
 use crate::{
     encode::{NodeView, PolicyView, SlotView},
@@ -256,23 +256,68 @@ fn a_slot_needs_blocks_that_its_owner_knows_of() {
 #[test]
 fn recreated_policy_leaves_its_destinations_to_others_until_it_can_serve() {
     let world = FactsFixture::new();
-    let (id, all) = (policy_id(), BTreeSet::from([policy_id()]));
+    let id = policy_id();
     let mut effective = Effective::default();
-    let mut takes_over = |usable: bool, unanswered: bool, now: u64| {
+    effective.update(&BTreeMap::new(), &BTreeMap::new(), Duration::ZERO);
+    let mut takes_over = |uid: &str, usable: bool, now: u64| {
         let slot = SlotView { address: ip(OWNED[0].0), weight: 1, usable };
-        let served = PolicyView { slots: vec![slot], ..PolicyView::default() };
-        let policies = [(id.clone(), (&world.snapshot.policies[&id], served))].into();
-        let none = BTreeSet::new();
-        effective.update(&policies, if unanswered { &all } else { &none }, Duration::from_secs(now));
+        let views = [(id.clone(), PolicyView { slots: vec![slot], ..PolicyView::default() })].into();
+        let policy = Policy { uid: uid.into(), ..world.snapshot.policies[&id].clone() };
+        effective.update(&[(id.clone(), policy)].into(), &views, Duration::from_secs(now));
         effective.comes_first(&id)
     };
-    assert!(!takes_over(false, true, 0), "new, and it cannot serve");
-    assert!(takes_over(true, false, 1));
-    assert!(takes_over(false, false, 2), "it drops what it cannot serve");
-    assert!(!takes_over(false, true, 3), "the controller no longer knows it: it was created again");
-    assert!(!takes_over(false, true, 12));
-    assert!(takes_over(false, true, 13), "for ten seconds and no longer");
-    assert!(takes_over(false, true, 14));
+    assert!(!takes_over("1", false, 0), "new, and it cannot serve");
+    assert!(takes_over("1", true, 1));
+    assert!(takes_over("1", false, 2), "it drops what it cannot serve");
+    assert!(!takes_over("2", false, 3), "it was created again");
+    assert!(!takes_over("2", false, 12));
+    assert!(takes_over("2", false, 13), "for ten seconds and no longer");
+    assert!(takes_over("2", false, 14));
+}
+
+#[test]
+fn policy_is_new_to_an_agent_and_not_to_the_first_of_its_pods() {
+    let (pay, narrow) = (PolicyId::new(PolicyKind::Native, "pay"), "203.0.113.0/24".parse::<IpNet>().unwrap());
+    let selector = |pod| vec![EndpointSelector { pod: Some(pod), ..Default::default() }];
+    // The policy has no egress IP.
+    let selectors = selector(Selector::label("app", "pay"));
+    let of_pay = Policy { id: pay.clone(), selectors, destinations: vec![narrow], ..web() };
+    let winner = |world: &FactsFixture, effective: &mut Effective, now: u64| {
+        let facts = Facts { now: Duration::from_secs(now), ..world.facts() };
+        let classes = view(&facts, &Decided::default(), config::UNSET, effective).classes;
+        let table = classes.into_iter().find(|(class, _)| class.contains(&pay)).map(|(_, table)| table);
+        table.into_iter().flatten().find(|(net, _)| *net == narrow).and_then(|(_, policy)| policy)
+    };
+    let mut world = FactsFixture::new();
+    world.policy().selectors = selector(Selector::everything());
+    let (mut effective, mut restarted) = (Effective::default(), Effective::default());
+    assert_eq!(winner(&world, &mut effective, 0), None);
+    world.snapshot.policies.insert(pay.clone(), of_pay);
+    assert_eq!(winner(&world, &mut effective, 1), None, "it has no pod here");
+    let mut early = effective.clone();
+    world.add(pod("pay-1", "me", "pay", &["10.1.0.9"]));
+    assert_eq!(winner(&world, &mut early, 2), Some(policy_id()), "the other policy continues while this one is new");
+    assert_eq!(winner(&world, &mut early, 11), Some(pay.clone()));
+    assert_eq!(
+        winner(&world, &mut effective, 60),
+        Some(pay.clone()),
+        "the pod's first packets do not leave with another egress IP"
+    );
+    assert_eq!(winner(&world, &mut restarted, 0), Some(pay.clone()), "nor while an agent starts");
+}
+
+#[test]
+fn a_link_that_is_down_cuts_off_only_addresses_that_the_node_may_carry() {
+    let mut world = FactsFixture::new();
+    world.links.links.get_mut(&2).unwrap().up = false;
+    let mut cut = |own: AddressSource| {
+        let others = world::gateway(Selector::label("role", "egress"), AddressSource::Ip(ip(OWNED[0].0)));
+        world.policy().source = Source::Gateways(vec![world::gateway(Selector::everything(), own), others]);
+        cut_off(&world.facts()).into_keys().collect::<Vec<_>>()
+    };
+    let own = ip(OWNED[2].0);
+    assert_eq!(cut(AddressSource::Ip(own)), [own], "the others are for other nodes");
+    assert_eq!(cut(AddressSource::Configured(own)), [] as [IpAddr; 0], "it never floats");
 }
 
 #[test]

@@ -68,6 +68,8 @@ struct Second {
     holder: Option<u8>,
     /// Whether a writer would notice that its clock is set, and whether it runs, receives changes and writes them.
     watched: bool,
+    /// Whether the writer ran.
+    ran: bool,
     written: bool,
     started: bool,
 }
@@ -123,16 +125,21 @@ impl World {
                 self.holder = node;
             }
             Step::Start if self.cut == 0 && self.paused == 0 => {
+                self.forget_pause();
                 let mut scribe = Scribe::default();
                 note(&mut scribe, self.holder);
                 scribe.begin(self.moment());
                 (self.scribe, started) = (Some(scribe), true);
             }
             Step::Stop if self.paused == 0 => {
+                self.forget_pause();
                 let end = self.scribe.take().and_then(|scribe| scribe.stop(self.moment().at));
                 self.records.extend(end.filter(|_| !self.is_full));
             }
-            Step::Die => self.scribe = None,
+            Step::Die => {
+                self.forget_pause();
+                self.scribe = None;
+            }
             Step::Rotate => self.rotates = true,
             Step::Full(full) => self.is_full = full,
             Step::Cut(unnoticed, more) if self.cut == 0 => (self.unnoticed, self.cut) = (unnoticed, unnoticed + more),
@@ -145,6 +152,12 @@ impl World {
             Step::Holder(_) | Step::Clock(_) | Step::Start | Step::Stop | Step::Cut(..) => {}
         }
         self.second(started);
+    }
+
+    /// Ends a writer: it never notices that the clock was set since it last ran.
+    fn forget_pause(&mut self) {
+        let unseen = self.seconds.iter_mut().rev().take_while(|second| !second.ran);
+        unseen.for_each(|second| second.watched = false);
     }
 
     fn second(&mut self, started: bool) {
@@ -170,7 +183,7 @@ impl World {
         let written = runs && self.cut == 0 && !self.is_full;
         let is_cut_off = self.cut > 0 && self.unnoticed == 0;
         let watched = self.scribe.is_some() && !self.is_full && !is_cut_off;
-        self.seconds.push(Second { clock: moment.at, holder: self.holder, watched, written, started });
+        self.seconds.push(Second { clock: moment.at, holder: self.holder, watched, ran: runs, written, started });
         for left in [&mut self.unnoticed, &mut self.cut, &mut self.paused] {
             *left = left.saturating_sub(1);
         }

@@ -2,7 +2,7 @@
 //!
 //! Such an address drains. Its connections continue through carriers as before, and it gets no new ones: no more ports are taken from its
 //! blocks. It is released when the last block has come back, when no policy that had it is left, or when the drain timeout is over. An
-//! address that is put back into the pool in time stays.
+//! address that is put back into the pool in time serves again if its policy's count has room for it, and drains on otherwise.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use crate::model::{Node, Policy, PolicyId, PoolId, Snapshot, Source};
 /// The addresses that drain, as they were planned before.
 pub type Draining<'a> = BTreeMap<IpAddr, &'a EgressIpPlan>;
 
-/// Returns the addresses that drain, provided that no policy requests them by name.
+/// Returns the addresses that drain, provided that no policy requests them by name and none of their policies gets them again.
 pub fn draining<'a>(snapshot: &Snapshot, health: &Health, previous: &'a Plan) -> Draining<'a> {
     let mut draining: Draining<'a> = previous.egress_ips.iter().map(|(address, ip)| (*address, ip)).collect();
     draining.retain(|address, ip| drains(snapshot, *address, ip));
@@ -33,10 +33,12 @@ pub fn draining<'a>(snapshot: &Snapshot, health: &Health, previous: &'a Plan) ->
 /// Returns whether an address was taken out of its pool, and not out of the policies that have it.
 fn drains(snapshot: &Snapshot, address: IpAddr, ip: &EgressIpPlan) -> bool {
     let Some(pool) = &ip.pool else { return false };
-    let taken_out = match snapshot.pools.get(pool) {
-        Some(pool) => !pool.contains(address),
-        None => ip.draining || !snapshot.unreadable_pools.contains_key(pool),
-    };
+    // What was put back drains on, because its policy may have got another address in its place.
+    let taken_out = ip.draining
+        || match snapshot.pools.get(pool) {
+            Some(pool) => !pool.contains(address),
+            None => !snapshot.unreadable_pools.contains_key(pool),
+        };
     let wanted = |user: &PolicyId| match snapshot.policies.get(user) {
         Some(policy) => ip.draining || asks(policy, pool),
         None => false,
@@ -59,17 +61,22 @@ pub fn note(
     egress_ips: &BTreeMap<IpAddr, EgressIpPlan>,
     problems: &mut Problems,
 ) {
-    let mut of_pool: BTreeMap<&PoolId, Vec<String>> = BTreeMap::new();
+    let mut of_pool: BTreeMap<(&PoolId, bool), Vec<String>> = BTreeMap::new();
     for slot in slots.iter().filter(|slot| slot.draining) {
         if let Some(pool) = egress_ips.get(&slot.address).and_then(|ip| ip.pool.as_ref()) {
-            of_pool.entry(pool).or_default().push(slot.address.to_string());
+            let is_back = snapshot.pools.get(pool).is_some_and(|pool| pool.contains(slot.address));
+            of_pool.entry((pool, is_back)).or_default().push(slot.address.to_string());
         }
     }
-    for (pool, addresses) in of_pool {
+    for ((pool, is_back), addresses) in of_pool {
         let kept = snapshot.pools.contains_key(pool) || snapshot.unreadable_pools.contains_key(pool);
         let seconds = snapshot.drain_timeout.as_secs();
-        let why = if kept { "no longer in the ranges of" } else { "of the deleted" };
-        let remedy = if kept { "put it back into ipRanges" } else { "create the pool again" };
+        // The policy may have got other addresses meanwhile, which stay.
+        let (why, remedy) = match (kept, is_back) {
+            (_, true) => ("taken out of the ranges and put back, beyond what the policy requests of", "raise count"),
+            (true, false) => ("no longer in the ranges of", "put it back into ipRanges and raise count"),
+            (false, false) => ("of the deleted", "create the pool again"),
+        };
         let addresses = addresses.join(", ");
         let message = format!(
             "{addresses} ({why} pool {pool}): no new connections; released when the last one ends, after {seconds} s (drainTimeout) at the \

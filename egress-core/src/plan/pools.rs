@@ -1,7 +1,7 @@
 //! Gives policies addresses from pools.
 //!
 //! A policy keeps what it has. An allocated address belongs to one policy; several policies share an address only if all of them request
-//! that very address.
+//! that very address. Addresses that drain belong to the policies that had them, unless these get them again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -17,7 +17,8 @@ use crate::model::{Family, Labels, Node, Policy, PolicyId, PolicyKind, Pool, Poo
 pub type Allocation<'a> = BTreeMap<&'a PolicyId, BTreeMap<IpAddr, &'a PoolId>>;
 
 /// Allocates for all policies. `by_precedence` holds all policies in order of precedence; `named` says which policies name which addresses
-/// as gateways do. Returns the allocation. Removes from `named` what belongs to others, and from `draining` what policies request by name.
+/// as gateways do. Returns the allocation. Removes from `named` what belongs to others, and from `draining` what policies request by name,
+/// or get again.
 pub fn allocate<'a>(
     snapshot: &'a Snapshot,
     by_precedence: &[&'a Policy],
@@ -30,14 +31,7 @@ pub fn allocate<'a>(
     let (reserved, before) = (Reserved::new(snapshot), holdings(previous));
     let of_policy = |policy: &&'a Policy| requests(&mut quotas, &reserved, (previous, &before), policy, problems);
     let mut requests: Vec<Request> = by_precedence.iter().flat_map(of_policy).collect();
-    let mut asked = named.clone();
-    for request in &requests {
-        for address in &request.ips {
-            asked.entry(*address).or_default().insert(request.policy);
-        }
-    }
-
-    keep_apart(by_precedence, previous, &mut asked, &mut requests, problems);
+    let asked = grant((snapshot, previous), named, &mut quotas, &mut requests, problems);
 
     let mut owned: BTreeMap<IpAddr, &PolicyId> = BTreeMap::new();
     let mut allocation = Allocation::new();
@@ -71,7 +65,7 @@ pub fn allocate<'a>(
         }
     }
 
-    draining.retain(|address, _| !asked.contains_key(address));
+    draining.retain(|address, _| !asked.contains_key(address) && !owned.contains_key(address));
     let taken = asked.into_keys().chain(owned.into_keys()).chain(draining.keys().copied());
     let mut free = Free::new(snapshot, reserved, taken.collect());
     for (request, pool, wanted) in missing {
@@ -179,7 +173,7 @@ fn listed<'i, T: fmt::Display + 'i>(items: impl IntoIterator<Item = &'i T>) -> S
     }
 }
 
-/// The addresses that each policy had from each pool.
+/// The addresses that each policy had from each pool, first those that do not drain.
 type Holdings<'p> = BTreeMap<(&'p PolicyId, &'p PoolId), Vec<IpAddr>>;
 
 fn requests<'a>(
@@ -215,14 +209,9 @@ fn requests<'a>(
             ips.iter().copied().partition(|ip| pool.contains(*ip));
         reserved.withhold(&policy.id, &mut named, problems);
         for family in Family::ALL.into_iter().filter(|family| policy.serves(*family) && pool.serves(*family)) {
-            let mut ips: BTreeSet<IpAddr> = named.iter().copied().filter(|ip| Family::of(*ip) == family).collect();
-            let count = quotas.take(policy, pool, (*count).max(ips.len() as u32), problems);
-            while ips.len() > count as usize {
-                ips.pop_last();
-            }
-            if count > 0 {
-                requests.push(Request { policy: &policy.id, id, pool: Some(pool), family, count, ips });
-            }
+            let ips: BTreeSet<IpAddr> = named.iter().copied().filter(|ip| Family::of(*ip) == family).collect();
+            let count = (*count).max(ips.len() as u32);
+            requests.push(Request { policy: &policy.id, id, pool: Some(pool), family, count, ips });
         }
         if !foreign.is_empty() {
             let ranges: BTreeSet<_> = pool.ranges.iter().collect();
@@ -278,8 +267,8 @@ impl<'a> Quotas<'a> {
     }
 
     /// Returns how many of `count` addresses a policy may have from a pool that it may use.
-    fn take(&mut self, policy: &'a Policy, pool: &'a Pool, count: u32, problems: &mut Problems) -> u32 {
-        let Some(namespace) = policy.id.namespace() else { return count };
+    fn take(&mut self, policy: &'a PolicyId, pool: &'a Pool, count: u32, problems: &mut Problems) -> u32 {
+        let Some(namespace) = policy.namespace() else { return count };
         let Some(Some(left)) = self.left.get_mut(&(&pool.id, namespace)) else { return 0 };
         let granted = count.min(*left);
         *left -= granted;
@@ -289,44 +278,60 @@ impl<'a> Quotas<'a> {
                  request fewer, or ask the pool's administrator to raise maxEgressIPs",
                 pool.id
             );
-            problems.add(&policy.id, ConditionKind::Degraded, Reason::QuotaExceeded, message);
+            problems.add(policy, ConditionKind::Degraded, Reason::QuotaExceeded, message);
         }
         granted
     }
 }
 
-/// Lets an address that policies request by name be shared only within one namespace, or among cluster-scoped policies, which come first: a
-/// team does not get the address by which the outside knows another team. Of several namespaces, the one that has the address keeps it.
-fn keep_apart<'a>(
-    by_precedence: &[&'a Policy],
-    previous: &Plan,
-    asked: &mut BTreeMap<IpAddr, BTreeSet<&'a PolicyId>>,
-    requests: &mut [Request<'a>],
+/// Decides which of the addresses that policies request by name they may have, and then takes the quotas of namespaces: an address that is
+/// refused takes no quota from other policies of the namespace. Returns which policies may have which addresses.
+///
+/// Such an address is shared only within one namespace, or among cluster-scoped policies, which come first: a team does not get the address
+/// by which the outside knows another team, nor while it drains. It gets one only after a plan in which the other team does not have it.
+fn grant<'a>(
+    (snapshot, previous): (&Snapshot, &Plan),
+    named: &BTreeMap<IpAddr, BTreeSet<&'a PolicyId>>,
+    quotas: &mut Quotas<'a>,
+    requests: &mut Vec<Request<'a>>,
     problems: &mut Problems,
-) {
-    for (address, policies) in asked.iter_mut() {
-        if policies.iter().all(|policy| policy.namespace() == policies.first().and_then(|first| first.namespace())) {
-            continue;
-        }
-        let has =
-            |policy: &&&PolicyId| previous.egress_ips.get(address).is_some_and(|ip| ip.users.contains_key(**policy));
-        let first = by_precedence.iter().map(|policy| &policy.id).find(|policy| policies.contains(policy));
-        let holder = policies.iter().find(|policy| policy.namespace().is_none()).or(policies.iter().find(has));
-        let Some(keeper) = holder.copied().or(first).map(|policy| policy.namespace()) else { continue };
-        policies.retain(|policy| {
-            let keeps = policy.namespace() == keeper;
-            if !keeps {
-                let message = format!(
-                    "{address} is used outside the namespace: remove it from egressIPs, or request another one"
-                );
-                problems.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
-            }
-            keeps
-        });
-        for request in requests.iter_mut().filter(|request| request.policy.namespace() != keeper) {
-            request.count -= u32::from(request.ips.remove(address));
+) -> BTreeMap<IpAddr, BTreeSet<&'a PolicyId>> {
+    let mut asked = named.clone();
+    let (cluster_scoped, namespaced): (Vec<_>, Vec<_>) =
+        requests.iter_mut().partition(|request| request.policy.namespace().is_none());
+    for request in cluster_scoped {
+        for address in &request.ips {
+            asked.entry(*address).or_default().insert(request.policy);
         }
     }
+    for request in namespaced {
+        let policy = request.policy;
+        let is_other = |user: &PolicyId| user.namespace() != policy.namespace();
+        let is_refused = |address: &IpAddr| {
+            let has = |user: &PolicyId| snapshot.policies.contains_key(user) && is_other(user);
+            asked.get(address).is_some_and(|policies| policies.iter().any(|other| is_other(other)))
+                || previous.egress_ips.get(address).is_some_and(|ip| ip.users.keys().any(has))
+        };
+        let refused: Vec<IpAddr> = request.ips.iter().copied().filter(is_refused).collect();
+        for address in refused {
+            request.ips.remove(&address);
+            request.count -= 1;
+            let message =
+                format!("{address} is used outside the namespace: remove it from egressIPs, or request another one");
+            problems.add(policy, ConditionKind::Conflicting, Reason::AddressInUse, message);
+        }
+        if let Some(pool) = request.pool {
+            request.count = quotas.take(policy, pool, request.count, problems);
+        }
+        while request.ips.len() > request.count as usize {
+            request.ips.pop_last();
+        }
+        for address in &request.ips {
+            asked.entry(*address).or_default().insert(policy);
+        }
+    }
+    requests.retain(|request| request.count > 0);
+    asked
 }
 
 fn holdings(previous: &Plan) -> Holdings<'_> {
@@ -335,6 +340,10 @@ fn holdings(previous: &Plan) -> Holdings<'_> {
         for (policy, pool) in plan.users.keys().filter_map(|policy| Some((policy, plan.pool.as_ref()?))) {
             holdings.entry((policy, pool)).or_default().push(*address);
         }
+    }
+    // An address that was put back into its pool serves again if there is room for it, and drains on otherwise. No other one makes room.
+    for addresses in holdings.values_mut() {
+        addresses.sort_by_key(|address| previous.egress_ips[address].draining);
     }
     holdings
 }

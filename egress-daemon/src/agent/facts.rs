@@ -3,7 +3,7 @@
 use crate::store::Store;
 use egress_core::{
     agent::facts::Objects,
-    model::{NodeName, PolicyId, PolicyKind},
+    model::{NodeName, Policy, PolicyId, PolicyKind},
 };
 use egress_objects::{
     api::{
@@ -128,9 +128,9 @@ impl ObservedObjects {
         let names = objects.egress_ips.iter().enumerate();
         self.egress_ips = names.filter_map(|(at, object)| Some((object.metadata.name.clone()?, at))).collect();
         (self.objects, self.problems) = (objects, problems);
-        let answered = |id: &PolicyId| self.policy_conditions(id).next().is_some();
-        let unanswered = snapshot.policies.keys().filter(|id| !answered(id)).cloned().collect();
-        self.meant = Arc::new(Objects { snapshot, plan, partial, unanswered });
+        let unplanned = snapshot.policies.values().filter(|policy| !self.is_planned(policy));
+        let unplanned = unplanned.map(|policy| policy.id.clone()).collect();
+        self.meant = Arc::new(Objects { snapshot, plan, partial, unplanned });
         true
     }
 
@@ -152,6 +152,17 @@ impl ObservedObjects {
         conditions.into_iter().flatten()
     }
 
+    /// Returns whether the controller has planned a policy's present generation: it writes conditions after the objects of the plan. Other
+    /// systems' definitions may keep no conditions, or none of their generations. Then nothing tells, and the policy counts as planned.
+    fn is_planned(&self, policy: &Policy) -> bool {
+        let generations = || self.policy_conditions(&policy.id).filter_map(|condition| condition.observed_generation);
+        let tells = match policy.id.kind {
+            PolicyKind::Native | PolicyKind::Namespaced => true,
+            PolicyKind::Cilium | PolicyKind::Antrea => generations().next().is_some(),
+        };
+        !tells || generations().any(|generation| generation == policy.generation)
+    }
+
     /// Returns whether the controller awaits no report on a policy: the policy is gone, or every node has programmed this generation.
     pub fn is_settled(&self, policy: &PolicyId, generation: i64) -> bool {
         let had = |c: &Condition| (c.type_.as_str(), c.status.as_str()) == (PROGRAMMED, "True");
@@ -170,7 +181,7 @@ impl ObservedObjects {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use egress_objects::api::EgressIPPoolStatus;
+    use egress_objects::api::{EgressGatewayPolicyStatus, EgressIPPoolStatus};
     use serde_json::{Value, json};
 
     fn read<T: serde::de::DeserializeOwned>(value: Value) -> Arc<T> {
@@ -225,5 +236,34 @@ mod tests {
             change(Arc::make_mut(&mut other.policies[0]));
             assert!(observed.take(other, false), "{why}");
         }
+    }
+
+    #[test]
+    fn a_policy_is_planned_once_a_condition_has_its_generation() {
+        let mut all = objects();
+        let foreign = json!({
+            "selectors": [{"podSelector": {}}], "destinationCIDRs": ["0.0.0.0/0"],
+            "egressGateway": {"nodeSelector": {"matchLabels": {}}, "egressIP": "192.0.2.9"},
+        });
+        all.cilium_policies = vec![read(json!({
+            "apiVersion": "cilium.io/v2", "kind": "CiliumEgressGatewayPolicy", "spec": foreign,
+            "metadata": {"name": "web", "uid": "2", "generation": 1},
+        }))];
+        let conditions = all.policies[0].status.as_ref().unwrap().conditions.clone();
+        let mut unplanned = |own: Option<i64>, of_cilium: Option<i64>| {
+            let told = |generation| {
+                conditions.iter().cloned().map(move |c| Condition { observed_generation: generation, ..c })
+            };
+            Arc::make_mut(&mut all.policies[0]).status.as_mut().unwrap().conditions = told(own).collect();
+            let status = EgressGatewayPolicyStatus { conditions: told(of_cilium).collect(), ..Default::default() };
+            Arc::make_mut(&mut all.cilium_policies[0]).status = Some(status);
+            let mut observed = ObservedObjects::default();
+            observed.take(all.clone(), false);
+            assert_eq!(observed.snapshot.policies.len(), 2);
+            observed.unplanned.iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        assert_eq!(unplanned(Some(1), Some(1)), [] as [&str; 0]);
+        assert_eq!(unplanned(Some(0), Some(0)), ["web", "cegp/web"]);
+        assert_eq!(unplanned(None, None), ["web"], "Cilium's own definition keeps no conditions");
     }
 }

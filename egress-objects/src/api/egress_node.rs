@@ -54,13 +54,6 @@ pub struct EgressNodeSpec {
 }
 
 impl EgressNode {
-    /// Returns the object for a node that has none. Every agent follows a gateway's object.
-    pub fn joining(node: &str, is_gateway: bool) -> Self {
-        let mut object = Self::new(node, EgressNodeSpec::default());
-        object.set_followed_by(is_gateway);
-        object
-    }
-
     /// Returns the node whose agent follows the object, or [`EVERY_NODE`], if a controller has set it.
     pub fn followed_by(&self) -> Option<&str> {
         self.metadata.labels.as_ref()?.get(FOLLOWED_BY_LABEL).map(String::as_str)
@@ -102,9 +95,16 @@ impl EgressNode {
 mod tests {
     use super::*;
 
+    /// Returns the object of a node that is no gateway.
+    fn of_node(name: &str) -> EgressNode {
+        let mut object = EgressNode::new(name, EgressNodeSpec::default());
+        object.set_followed_by(false);
+        object
+    }
+
     #[test]
     fn an_agent_follows_its_own_object_and_those_for_every_node() {
-        let joined = EgressNode::joining("w1", false);
+        let joined = of_node("w1");
         assert_eq!((joined.followed_by(), joined.follows_all()), (Some("w1"), false));
         assert_eq!(EgressNode::followed_from("w1"), "spillway.io/followed-by in (every-node,w1)");
         assert!(EgressNode::new("w1", EgressNodeSpec::default()).follows_all(), "an earlier version's");
@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn object_with_name_too_long_for_a_label_is_followed_by_every_node() {
         let name = "w".repeat(LABEL_VALUE + 1);
-        assert_eq!(EgressNode::joining(&name, false).followed_by(), Some(EVERY_NODE));
+        assert_eq!(of_node(&name).followed_by(), Some(EVERY_NODE));
         assert_eq!(EgressNode::followed_from(&name), "spillway.io/followed-by in (every-node)");
     }
 }

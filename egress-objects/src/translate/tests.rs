@@ -217,7 +217,7 @@ fn pool_with_every_field_is_translated_and_an_invalid_one_refused() {
             "maxEgressIPsPerNode": 0,
             "failback": {"delay": "soon"},
             "portBlockSize": 32,
-            "quotas": [{"maxEgressIPs": 1024}, {"maxEgressIPs": 1025}]
+            "quotas": [{"namespaceSelector": {}, "maxEgressIPs": 1024}, {"namespaceSelector": {}, "maxEgressIPs": 1025}]
         }),
     )));
     assert_eq!(told.len(), 9, "{told:#?}");

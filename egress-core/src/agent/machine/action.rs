@@ -9,7 +9,7 @@ use crate::{
     },
     encode::{EndpointView, NodeView, name_text, tables::Tables},
     health::ProbeTimes,
-    model::{Bandwidth, EndpointId, NodeName, PolicyId, Transport},
+    model::{Bandwidth, EndpointId, NodeName, Transport},
     network::{EgressLink, classify::InterfaceRules},
 };
 use egress_common::{
@@ -57,8 +57,6 @@ pub struct Left {
     pub used: BTreeMap<IpAddr, LeftInUse>,
     /// Pods.
     pub endpoints: BTreeMap<EndpointId, EndpointView>,
-    /// Policies that can serve connections. The others wait until they can, or until their time is up.
-    pub policies: BTreeSet<PolicyId>,
     /// The flags in the configuration record.
     pub flags: u32,
 }
@@ -79,14 +77,10 @@ impl From<&Tables> for Left {
             let carriers = numbers.into_iter().filter_map(node).collect();
             Some((net::from_any(e.addr), LeftInUse { carriers, blocks }))
         });
-        let serving: BTreeSet<u32> =
-            tables.policies.iter().filter(|(_, record)| record.table_len > 0).map(|(key, _)| key.policy).collect();
-        let policies = tables.names.iter().filter(|(k, _)| k.kind == name_kind::POLICY && serving.contains(&k.id));
         Self {
             carried: carried.map(|e| (net::from_any(e.addr), answers(e.flags))).collect(),
             used: used.collect(),
             endpoints: kept::recover(tables),
-            policies: policies.filter_map(|(_, name)| name_text(name).parse().ok()).collect(),
             flags: tables.config.map_or(0, |config| config.flags),
         }
     }

@@ -162,7 +162,7 @@ impl Machine {
             flags: left.flags,
             advertised: None,
             refused: Refused::default(),
-            effective: Effective::recover(left.policies),
+            effective: Effective::default(),
             endpoints: left.endpoints,
             late: Late::default(),
             unnamed: Unnamed::default(),

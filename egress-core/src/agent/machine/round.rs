@@ -255,7 +255,7 @@ impl Machine {
         // What was removed may have made room.
         self.dirty |= refused.has_more_than(&self.refused);
         self.refused.clone_from(refused);
-        outcome.programmed.written(&self.facts.objects.snapshot.policies, &view.policies, now);
+        outcome.programmed.written(&self.facts.objects, &view.policies, now);
         outcome.leases = self.facts.leases().max(outcome.leases);
         outcome.carries = self.decided.carriers.carried().clone();
         outcome.carries.retain(|ip| view.egress_ips.contains_key(ip));

@@ -74,7 +74,7 @@ fn pool_gone_an_address_outside_the_new_ranges_keeps_its_connections_and_gets_no
         assert_eq!(
             message,
             "10.0.0.1 (no longer in the ranges of pool public): no new connections; released when the last one ends, after \
-             3600 s (drainTimeout) at the latest; put it back into ipRanges to keep the addresses that are in use"
+             3600 s (drainTimeout) at the latest; put it back into ipRanges and raise count to keep the addresses that are in use"
         );
         assert_eq!(plan(&snapshot, &health, &after), after, "planning again changes nothing");
     }
@@ -197,6 +197,33 @@ fn an_address_returned_to_its_pool_in_time_serves_again() {
     assert_eq!(after.egress_ips, before.egress_ips);
     let leased = after.blocks[&FIRST()].values().filter(|lease| lease.state == BlockState::Leased).count();
     assert!(leased > 0);
+}
+
+/// docs/failures.md: pool-gone.
+#[test]
+fn pool_gone_an_address_returned_when_another_serves_in_its_place_drains_on_until_count_has_room() {
+    let (mut snapshot, health, before) = in_use(Distribution::PerFlow);
+    let ranges = pool_of(&mut snapshot).ranges.clone();
+    shrink(&mut snapshot);
+    let draining = plan(&snapshot, &health, &before);
+    pool_of(&mut snapshot).ranges = ranges;
+    let back = plan(&snapshot, &health, &draining);
+    let drains = |plan: &Plan| plan.egress_ips.iter().map(|(ip, planned)| (*ip, planned.draining)).collect::<Vec<_>>();
+    let third = v4(0, 0, 3);
+    assert_eq!(drains(&back), [(FIRST(), true), (SECOND(), false), (third, false)], "neither is severed");
+    assert!(!back.blocks[&FIRST()].is_empty());
+    let message = condition(&back, ConditionKind::Degraded).2;
+    assert!(
+        message.contains("10.0.0.1 (taken out of the ranges and put back, beyond what the policy requests"),
+        "{message}"
+    );
+    assert!(message.contains("raise count to keep the addresses that are in use"), "{message}");
+    assert_eq!(plan(&snapshot, &health, &back), back, "planning again changes nothing");
+    let late = Snapshot { drained: [FIRST()].into(), ..snapshot.clone() };
+    assert_eq!(drains(&plan(&late, &health, &back)), [(SECOND(), false), (third, false)]);
+    add_policy(&mut snapshot, policy("web", Source::Pools(vec![request("public", 3)])));
+    let all = plan(&snapshot, &health, &back);
+    assert_eq!(drains(&all), [FIRST(), SECOND(), third].map(|address| (address, false)));
 }
 
 #[test]

@@ -208,7 +208,7 @@ fn drained_and_unselected_gateways_are_left_and_the_last_one_is_kept() {
         unselected
             .egress_ips
             .values()
-            .all(|ip| ip.reason == OwnerReason::NoGatewayReady && ip.epoch == 3 || ip.epoch == 2)
+            .all(|ip| ip.reason == OwnerReason::NoGatewayReady && (ip.epoch == 3 || ip.epoch == 2))
     );
 }
 

@@ -160,3 +160,77 @@ fn tenant_cannot_get_the_address_of_another_namespace_by_requesting_it() {
     let users: Vec<String> = third.egress_ips[&wanted].users.keys().map(ToString::to_string).collect();
     assert_eq!(users, ["cluster"]);
 }
+
+fn holders(plan: &Plan, address: IpAddr) -> Vec<String> {
+    plan.egress_ips[&address].users.keys().map(ToString::to_string).collect()
+}
+
+/// docs/failures.md: tenant.
+#[test]
+fn tenant_cannot_get_a_draining_address_of_another_namespace_by_requesting_it() {
+    let (mut snapshot, health) = world();
+    snapshot.drain_timeout = std::time::Duration::from_secs(3600);
+    add_policy(&mut snapshot, of_namespace("shop", "web", 1, &[]));
+    let first = plan(&snapshot, &health, &Plan::default());
+    let address = v4(0, 0, 1);
+    assert_eq!(holders(&first, address), ["ns/shop/web"]);
+    // The administrator moves the address to another pool, from which another team requests it.
+    let public = snapshot.pools.values_mut().next().unwrap();
+    public.ranges = vec![IpRange::new(v4(0, 0, 2), v4(0, 0, 9)).unwrap()];
+    let other = Pool { allowed: public.allowed.clone(), ..pool("other", address, address) };
+    snapshot.pools.insert(other.id.clone(), other);
+    let request = PoolRequest { ips: [address].into(), ..request("other", 1) };
+    let thief = Policy { source: Source::Pools(vec![request]), ..of_namespace("bank", "thief", 1, &[]) };
+    add_policy(&mut snapshot, thief);
+    let second = plan(&snapshot, &health, &first);
+    assert!(second.egress_ips[&address].draining);
+    assert_eq!(holders(&second, address), ["ns/shop/web"]);
+    let (_, reason, message) = condition(&second, "ns/bank/thief", ConditionKind::Conflicting);
+    assert_eq!(reason, Reason::AddressInUse);
+    assert_eq!(message, "10.0.0.1 is used outside the namespace: remove it from egressIPs, or request another one");
+    assert_eq!(plan(&snapshot, &health, &second), second, "planning again changes nothing");
+    // After the drain, the other team may have it.
+    snapshot.drained = [address].into();
+    let third = plan(&snapshot, &health, &second);
+    assert!(!third.egress_ips.contains_key(&address));
+    assert_eq!(holders(&plan(&snapshot, &health, &third), address), ["ns/bank/thief"]);
+}
+
+#[test]
+fn tenant_refused_addresses_take_no_quota_from_other_policies_of_the_namespace() {
+    let (mut snapshot, health) = world();
+    let wanted = v4(0, 0, 9);
+    add_policy(&mut snapshot, Policy { created: 2, ..of_namespace("bank", "c", 1, &[wanted]) });
+    add_policy(&mut snapshot, Policy { created: 0, ..of_namespace("shop", "a", 1, &[]) });
+    add_policy(&mut snapshot, Policy { created: 1, ..of_namespace("shop", "b", 1, &[]) });
+    let first = plan(&snapshot, &health, &Plan::default());
+    let of = |plan: &Plan, policy: &str| {
+        let slots = &plan.outcomes[&policy.parse().unwrap()].slots;
+        slots.iter().map(|slot| slot.address).collect::<Vec<_>>()
+    };
+    assert_eq!(["ns/shop/a", "ns/shop/b"].map(|policy| of(&first, policy)), [[v4(0, 0, 1)], [v4(0, 0, 2)]]);
+    add_policy(&mut snapshot, Policy { created: 0, ..of_namespace("shop", "a", 2, &[wanted]) });
+    let second = plan(&snapshot, &health, &first);
+    assert_eq!(["ns/shop/a", "ns/shop/b"].map(|policy| of(&second, policy)), [[v4(0, 0, 1)], [v4(0, 0, 2)]]);
+    assert_eq!(condition(&second, "ns/shop/a", ConditionKind::Conflicting).1, Reason::AddressInUse);
+    assert_eq!(condition(&second, "ns/shop/b", ConditionKind::Degraded).1, Reason::AsExpected);
+}
+
+#[test]
+fn tenant_is_not_told_which_policy_of_another_namespace_has_an_address() {
+    let (mut snapshot, health) = world();
+    add_policy(&mut snapshot, Policy { created: 0, ..of_namespace("bank", "secret", 1, &[]) });
+    add_policy(&mut snapshot, policy("hidden", Source::Pools(vec![request("public", 1)])));
+    let first = plan(&snapshot, &health, &Plan::default());
+    let addresses: Vec<IpAddr> = first.egress_ips.keys().copied().collect();
+    // It is older, so that it takes precedence and has no other conflict.
+    add_policy(&mut snapshot, Policy { created: -1, ..of_namespace("shop", "web", 2, &addresses) });
+    let second = plan(&snapshot, &health, &first);
+    let (_, reason, message) = condition(&second, "ns/shop/web", ConditionKind::Conflicting);
+    assert_eq!(reason, Reason::AddressInUse);
+    assert_eq!(
+        message,
+        "10.0.0.1 is used outside the namespace: remove it from egressIPs, or request another one; \
+         10.0.0.2 is used outside the namespace: remove it from egressIPs, or request another one"
+    );
+}

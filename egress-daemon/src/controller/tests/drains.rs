@@ -29,8 +29,8 @@ async fn pool_gone_addresses_that_leave_their_pool_while_they_are_in_use_drain()
     };
     assert_eq!(
         world.until(told).await,
-        "in use and no longer in ipRanges: 192.0.2.1: no new connections; released when the last one ends, after 3600 s \
-         (drainTimeout) at the latest; restore the ranges of addresses that must stay"
+        "in use and taken out of ipRanges: 192.0.2.1: no new connections; released when the last one ends, after 3600 s \
+         (drainTimeout) at the latest; restore the ranges of addresses that must stay, and raise their policies' count"
     );
 
     fs::remove_file(&pool).unwrap();
@@ -40,7 +40,8 @@ async fn pool_gone_addresses_that_leave_their_pool_while_they_are_in_use_drain()
     world.until(|store| condition(store, "Ready").filter(|found| found.1 == "NoAddress")).await;
 
     fs::write(&pool, POOL).unwrap();
-    world.until(|store| draining(store, 0)).await;
+    // The policy requests two addresses, and serves with the first two that came back.
+    assert_eq!(world.until(|store| draining(store, 1)).await, ["192.0.2.3"]);
     world.until(|store| condition(store, "Ready").filter(|found| found.0 == "True")).await;
 
     // Another controller takes over and ends the drain in time.

@@ -155,7 +155,7 @@ impl<'a> ConditionWriter<'a> {
     pub fn of_draining(&mut self, addresses: &[IpAddr], drain_timeout: Duration) {
         let addresses = addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let message = format!(
-            "in use and no longer in ipRanges: {addresses}: {}; restore the ranges of addresses that must stay",
+            "in use and taken out of ipRanges: {addresses}: {}; restore the ranges of addresses that must stay, and raise their policies' count",
             until(drain_timeout)
         );
         self.add(DRAINING, true, Reason::Draining.as_str(), message);
