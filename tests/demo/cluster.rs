@@ -101,7 +101,7 @@ impl Show {
     /// Waits until every node's agent reports. Gateways take their leases when the plan names them.
     pub fn wait_agents(&self) -> Result<()> {
         let nodes = self.lab.nodes().count();
-        let reporting = || Ok(self.lab.manifests().written_names("EgressNode").len());
+        let reporting = || Ok(self.lab.manifests().reporting()?.len());
         wait_until("every agent reports", PATIENCE, reporting, |count| *count == nodes).map(drop)
     }
 

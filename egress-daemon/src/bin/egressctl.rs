@@ -151,9 +151,9 @@ struct WhoisArgs {
     /// The time, with its zone: 2026-11-25T14:03:00Z or 2026-11-25T15:03+01:00 [default: now]
     #[arg(long, value_name = "TIME", value_parser = whois::moment)]
     at: Option<Moment>,
-    /// The server that saw it: 203.0.113.7:443
-    #[arg(long, value_name = "ADDR:PORT")]
-    to: Option<SocketAddr>,
+    /// The server that saw it: 203.0.113.7:443/tcp, [2001:db8::7]:53/udp or 203.0.113.7/icmp; without a protocol, the pod may be uncertain
+    #[arg(long, value_name = "TARGET")]
+    to: Option<whois::Server>,
     /// The directory of a log, or of copies of several logs [default: this node's]
     #[arg(long, value_name = "DIR")]
     log: Option<PathBuf>,
@@ -319,7 +319,7 @@ fn look(cli: Cli) -> Result<()> {
         Command::Serve { listen } => return serve::serve_node(listen, &access),
         Command::Whois(args) => {
             let WhoisArgs { seen, at, to, log } = args;
-            let view = whois::ask(&WhoisOptions { seen, at, to, log, bpffs: access.bpffs })?;
+            let view = whois::ask(&WhoisOptions { seen, at, to, log, access })?;
             return Ok(show(&print(&view, cli.output)?)?);
         }
         Command::Connectivity(Connectivity::Serve { listen }) => {
@@ -417,7 +417,9 @@ mod tests {
             "flows --pod prod/web-0 --to 203.0.113.7 --to-port 443 --egress-ip 192.0.2.10 --limit 5",
             "flows --to 2001:db8::/32",
             "diff -f policy.yaml -f - --delete --manifests /m -o json",
-            "whois 192.0.2.10:43121 --at 2026-11-25T14:03:00Z --to 203.0.113.7:443",
+            "whois 192.0.2.10:43121 --at 2026-11-25T14:03:00Z --to 203.0.113.7:443/tcp",
+            "whois 192.0.2.10:43121 --to 203.0.113.7:443",
+            "whois 192.0.2.10:43121 --to 203.0.113.7/icmp",
             "whois [2001:db8::10]:43121 --log /copy",
             "top --by egress-ip --interval 0.5 -n 3 --limit 5",
             "trace --pod prod/web-0 --to [2001:db8::7]:443 -n 5 --for 10 -o json",
@@ -440,6 +442,7 @@ mod tests {
             ("trace --pod a/b --to web:443", "203.0.113.7:443"),
             ("whois 192.0.2.10:43121 --at 14:03", "on which day"),
             ("whois 192.0.2.10", "IP:PORT"),
+            ("whois 192.0.2.10:43121 --to web", "203.0.113.7:443/tcp"),
         ] {
             let error = Cli::try_parse_from(std::iter::once("egressctl").chain(line.split(' '))).err().expect(line);
             assert!(error.to_string().contains(part), "{error}");

@@ -170,6 +170,14 @@ impl Dump {
         self.endpoint(ip).map(|endpoint| self.endpoint_name(endpoint.id))
     }
 
+    /// Returns the name of a flow's pod; `None` if the pod is gone. A flow can outlive its pod, whose address another pod may have by then.
+    pub fn pod_of(&self, flow: &FlowEntry) -> Option<String> {
+        let id = flow.flow.endpoint;
+        let is_named = self.tables.names.contains_key(&NameKey { kind: name_kind::ENDPOINT, id });
+        let is_known = is_named || self.endpoint(flow.pod).is_some_and(|endpoint| endpoint.id == id);
+        is_known.then(|| self.endpoint_name(id))
+    }
+
     /// Returns the egress IPs in use, by index.
     pub fn egress_ips(&self) -> impl Iterator<Item = (u32, IpAddr, &EgressIp)> {
         let used = self.tables.egress_ips.iter().filter(|(_, e)| e.addr != [0; 4]);

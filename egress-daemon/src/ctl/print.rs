@@ -49,7 +49,7 @@ pub fn print<V: Printable>(view: &V, output: Output) -> Result<String, PrintErro
 }
 
 /// Replaces control characters, which a terminal would obey: anyone who may write an object can choose names.
-fn harmless(text: &str) -> String {
+pub(crate) fn harmless(text: &str) -> String {
     text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{fffd}")
 }
 

@@ -51,13 +51,13 @@ pub struct Options {
 pub struct Outcome {
     /// The policy; absent for the pod that no policy selects.
     pub policy: Option<String>,
-    /// `ok`, `FAILED` or `skipped`.
+    /// `ok`, `FAILED`, `NOT RUN` (the pod never started, which says nothing about promises) or `skipped`.
     pub result: &'static str,
     /// The source addresses that were promised.
     pub promised: String,
     /// The source addresses that servers saw.
     pub seen: String,
-    /// The broken promises, or why the test was skipped.
+    /// The broken promises, or why there is no other result.
     pub message: String,
 }
 
@@ -74,7 +74,7 @@ impl Row for Outcome {
 /// The results of a test.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ConnectivityView {
-    /// Whether all promises were kept.
+    /// Whether all promises were tested and kept, except those of skipped policies.
     pub ok: bool,
     /// The results, one for each policy and one for the pod that no policy selects.
     pub items: Vec<Outcome>,
@@ -116,7 +116,7 @@ pub fn test(kubectl: &Kubectl, options: &Options, progress: impl Fn(&str)) -> Re
     let asked = asked?;
     cleaned?;
     let items: Vec<Outcome> = cases.iter().map(|case| outcome(case, &asked)).collect();
-    Ok(ConnectivityView { ok: items.iter().all(|item| item.result != "FAILED"), items })
+    Ok(ConnectivityView { ok: items.iter().all(|item| matches!(item.result, "ok" | "skipped")), items })
 }
 
 fn policy_of(case: &Case) -> Option<&str> {
@@ -185,8 +185,11 @@ fn image(kubectl: &Kubectl) -> Result<String> {
     })
 }
 
+/// Why a pod has no answers: the result of its test, and the message.
+type Unanswered = (&'static str, String);
+
 /// The answers to each pod, or why there are none, by the pod's name.
-type Answers = BTreeMap<String, Result<Vec<Asked>, String>>;
+type Answers = BTreeMap<String, Result<Vec<Asked>, Unanswered>>;
 
 /// Starts the pods and waits for their answers.
 fn run(kubectl: &Kubectl, options: &Options, cases: &[Case], image: &str, progress: impl Fn(&str)) -> Result<Answers> {
@@ -233,17 +236,18 @@ fn is_over(pod: &Value) -> bool {
     matches!(pod["status"]["phase"].as_str(), Some("Succeeded" | "Failed"))
 }
 
-fn told(kubectl: &Kubectl, pod: &Value) -> Result<Vec<Asked>, String> {
+fn told(kubectl: &Kubectl, pod: &Value) -> Result<Vec<Asked>, Unanswered> {
     if pod["status"]["phase"] != "Succeeded" {
         return Err(unfinished(pod));
     }
     let [namespace, name] = ["namespace", "name"].map(|field| pod["metadata"][field].as_str().unwrap_or_default());
-    let log = kubectl.text(&["logs", "-n", namespace, name]).map_err(|error| error.to_string())?;
-    serde_json::from_str(&log).map_err(|error| format!("the pod's answer cannot be parsed: {error}: {log:?}"))
+    let log = kubectl.text(&["logs", "-n", namespace, name]).map_err(|error| ("FAILED", error.to_string()))?;
+    serde_json::from_str(&log)
+        .map_err(|error| ("FAILED", format!("the pod's answer cannot be parsed: {error}: {log:?}")))
 }
 
 /// Returns why a pod has no result: the state of its container, or the pod's own.
-fn unfinished(pod: &Value) -> String {
+fn unfinished(pod: &Value) -> Unanswered {
     let state = &pod["status"]["containerStatuses"][0]["state"];
     let parts = ["waiting", "terminated"].map(|state_name| &state[state_name]);
     let container = parts.iter().find_map(|part| part["message"].as_str().or(part["reason"].as_str()));
@@ -251,7 +255,17 @@ fn unfinished(pod: &Value) -> String {
     let condition = conditions.iter().find_map(|condition| condition["message"].as_str());
     let phase = pod["status"]["phase"].as_str().unwrap_or("unknown");
     let why = container.or(condition).or(pod["status"]["message"].as_str()).unwrap_or("it took too long");
-    format!("the pod is {phase}: {why}")
+    let message = format!("the pod is {phase}: {why}");
+    if !state["running"].is_null() || !state["terminated"]["startedAt"].is_null() {
+        return ("FAILED", message);
+    }
+    // The agents' image may need pull secrets, which the namespace of the pod does not have.
+    match state["waiting"]["reason"].as_str().filter(|reason| reason.contains("Image")) {
+        Some(reason) => {
+            ("NOT RUN", format!("{message} ({reason}): name an image that its namespace can pull with --image"))
+        }
+        None => ("NOT RUN", message),
+    }
 }
 
 /// Returns the namespace of a trial's pod if it must be created.
@@ -344,18 +358,15 @@ fn outcome(case: &Case, answers: &Answers) -> Outcome {
             message: reason.clone(),
         },
         Case::Tried(trial) => {
-            let (seen, problems) = match answers.get(&trial.pod) {
-                Some(Ok(asked)) => (seen(asked), judge(trial, asked)),
-                Some(Err(why)) => (String::new(), vec![why.clone()]),
-                None => (String::new(), vec!["the pod is gone: it was deleted".to_owned()]),
+            let (result, seen, message) = match answers.get(&trial.pod) {
+                Some(Ok(asked)) => {
+                    let problems = judge(trial, asked);
+                    (if problems.is_empty() { "ok" } else { "FAILED" }, seen(asked), problems.join("; "))
+                }
+                Some(Err((result, why))) => (*result, String::new(), why.clone()),
+                None => ("FAILED", String::new(), "the pod is gone: it was deleted".to_owned()),
             };
-            Outcome {
-                policy: trial.policy.clone(),
-                result: if problems.is_empty() { "ok" } else { "FAILED" },
-                promised: promised(trial),
-                seen,
-                message: problems.join("; "),
-            }
+            Outcome { policy: trial.policy.clone(), result, promised: promised(trial), seen, message }
         }
     }
 }
@@ -380,4 +391,27 @@ fn seen(asked: &[Asked]) -> String {
     let all = asked.iter().flat_map(sources);
     let all: Vec<String> = all.map(|(source, count)| format!("{source} ({count})")).collect();
     all.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pod_that_never_started_breaks_no_promise() {
+        let result = |phase: &str, state: Value| {
+            unfinished(&json!({"status": {"phase": phase, "containerStatuses": [{"state": state}]}}))
+        };
+        let (what, why) =
+            result("Pending", json!({"waiting": {"reason": "ErrImagePull", "message": "401 Unauthorized"}}));
+        assert!(
+            what == "NOT RUN" && why.contains("401 Unauthorized (ErrImagePull)") && why.contains("--image"),
+            "{what} {why}"
+        );
+        let (what, why) = result("Pending", json!({"waiting": {"reason": "ContainerCreating"}}));
+        assert!(what == "NOT RUN" && !why.contains("--image"), "{what} {why}");
+        assert_eq!(result("Running", json!({"running": {"startedAt": "2026-01-01T00:00:00Z"}})).0, "FAILED");
+        let ended = json!({"terminated": {"reason": "Error", "startedAt": "2026-01-01T00:00:00Z"}});
+        assert_eq!(result("Failed", ended).0, "FAILED");
+    }
 }

@@ -11,7 +11,7 @@ mod sysdump;
 
 use crate::ctl::{
     diff::{DiffOptions, UNKNOWN, diff},
-    print::{Output, print, show},
+    print::{Output, harmless, print, show},
     views::FlowsView,
 };
 use anyhow::{Context as _, Result, bail};
@@ -57,7 +57,7 @@ struct Cli {
     /// The namespace of Spillway's pods
     #[arg(short, long, value_name = "NAMESPACE", default_value = "spillway")]
     namespace: String,
-    /// Query only this node
+    /// Query only this node; status and connectivity test, which concern the whole cluster, refuse it
     #[arg(long, value_name = "NODE")]
     node: Option<String>,
 }
@@ -186,10 +186,12 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
     let Cli { command, context, kubeconfig, namespace, node } = Cli::parse();
     let kubectl = Kubectl { context, kubeconfig, namespace };
     let done = match command {
-        Command::Status(args) => status(&kubectl, &args),
-        Command::Sysdump(args) => dump(&kubectl, &args),
+        Command::Status(args) => of_cluster("status", node).and_then(|()| status(&kubectl, &args)),
+        Command::Sysdump(args) => dump(&kubectl, node, &args),
         Command::Serve { listen } => serve::run(listen, kubectl, node).map(|()| ExitCode::SUCCESS),
-        Command::Connectivity(ConnectivityCommand::Test(args)) => connectivity(&kubectl, args),
+        Command::Connectivity(ConnectivityCommand::Test(args)) => {
+            of_cluster("connectivity test", node).and_then(|()| connectivity(&kubectl, args))
+        }
         Command::OnNodes(words) => match understand(&words).map_err(|error| misunderstood(error, &words))? {
             Understood::OnNodes { pod, output } => on_nodes(&kubectl, node, pod, output, &words),
             Understood::Trace { pod } => follow(&kubectl, node, &pod, &words),
@@ -210,8 +212,19 @@ fn misunderstood(error: anyhow::Error, words: &[OsString]) -> Failure {
     }
 }
 
-fn dump(kubectl: &Kubectl, args: &SysdumpArgs) -> Result<ExitCode> {
-    let (found, missing) = sysdump::write(kubectl, &args.file, |what| eprintln!("asking for {what}"))?;
+/// Refuses to restrict a command to a node if the command is about the whole cluster.
+fn of_cluster(command: &str, node: Option<String>) -> Result<()> {
+    match node {
+        Some(node) => bail!("{command} is about the whole cluster: omit --node {node}"),
+        None => Ok(()),
+    }
+}
+
+/// Writes an archive of the cluster, with the state of one node or of all nodes.
+fn dump(kubectl: &Kubectl, node: Option<String>, args: &SysdumpArgs) -> Result<ExitCode> {
+    // An archive of a cluster without agents is useful, too.
+    let agents = if node.is_some() { agents(kubectl, node)? } else { kubectl.pods("agent")? };
+    let (found, missing) = sysdump::write(kubectl, &agents, &args.file, |what| eprintln!("asking for {what}"))?;
     println!("{}: {found} answers, {missing} missing", args.file.display());
     Ok(ExitCode::SUCCESS)
 }
@@ -312,25 +325,28 @@ fn agents(kubectl: &Kubectl, node: Option<String>) -> Result<Vec<Pod>> {
     Ok(pods)
 }
 
-/// Runs `egressctl` on the nodes of these agents. Returns the nodes' names and outputs, and the number of nodes that did not
-/// answer, whose errors go to stderr.
-fn ask(kubectl: &Kubectl, pods: &[Pod], words: &[OsString]) -> (Vec<(String, String)>, usize) {
+/// Asks about each pod, up to [`AT_ONCE`] of them concurrently. Returns the answers in the pods' order.
+fn at_once<T: Send>(pods: &[Pod], ask: impl Fn(&Pod) -> T + Sync) -> Vec<T> {
+    let ask = &ask;
     let mut answers = Vec::new();
     for some in pods.chunks(AT_ONCE) {
         thread::scope(|scope| {
-            let ask = |pod: &Pod| {
-                let pod = pod.clone();
-                scope.spawn(move || (egressctl_on(kubectl, &pod, words), pod.node))
-            };
-            let threads: Vec<_> = some.iter().map(ask).collect();
+            let threads: Vec<_> = some.iter().map(|pod| scope.spawn(move || ask(pod))).collect();
             answers.extend(threads.into_iter().filter_map(|thread| thread.join().ok()));
         });
     }
+    answers
+}
+
+/// Runs `egressctl` on the nodes of these agents. Returns the nodes' names and outputs, and the number of nodes that did not
+/// answer, whose errors go to stderr.
+fn ask(kubectl: &Kubectl, pods: &[Pod], words: &[OsString]) -> (Vec<(String, String)>, usize) {
     let mut told = Vec::new();
-    for (answer, node) in answers {
+    for (answer, node) in at_once(pods, |pod| (egressctl_on(kubectl, pod, words), pod.node.clone())) {
         match answer {
             Ok(text) => told.push((node, text)),
-            Err(error) => eprintln!("node {node}: {error}"),
+            // The text comes from the node.
+            Err(error) => eprintln!("node {node}: {}", harmless(&error.to_string())),
         }
     }
     let failed = pods.len() - told.len();
@@ -343,10 +359,11 @@ fn egressctl_on(kubectl: &Kubectl, pod: &Pod, words: &[OsString]) -> Result<Stri
     kubectl.text(&[&exec, words].concat())
 }
 
-/// Combines the answers of nodes: tables below the nodes' names, one JSON array, or a YAML document for each node.
+/// Combines the answers of nodes: tables below the nodes' names, one JSON array, or a YAML document for each node. Replaces control
+/// characters, since a node may send any bytes.
 fn together(output: Output, answers: &[(String, String)]) -> Result<String> {
     let gap = |n: usize| if n == 0 { "" } else { "\n" };
-    Ok(match output {
+    let text = match output {
         Output::Table => {
             answers.iter().enumerate().map(|(n, (node, text))| format!("{}Node {node}\n{text}", gap(n))).collect()
         }
@@ -355,7 +372,8 @@ fn together(output: Output, answers: &[(String, String)]) -> Result<String> {
             let all = answers.iter().map(|(_, text)| serde_json::from_str(text));
             serde_json::to_string_pretty(&all.collect::<Result<Vec<Value>, _>>()?)? + "\n"
         }
-    })
+    };
+    Ok(harmless(&text))
 }
 
 #[cfg(test)]
@@ -394,5 +412,37 @@ mod tests {
         assert_eq!(json, serde_json::json!([{"node": "n1"}, {"node": "n2"}]));
         let tables = [("n1".to_owned(), "A\n".to_owned()), ("n2".to_owned(), "B\n".to_owned())];
         assert_eq!(together(Output::Table, &tables).unwrap(), "Node n1\nA\n\nNode n2\nB\n");
+    }
+
+    #[test]
+    fn a_node_cannot_control_the_terminal() {
+        let of = |text: &str| vec![("n1".to_owned(), text.to_owned())];
+        for (output, text) in [
+            (Output::Table, "A\u{1b}]0;x\u{7}\n"),
+            (Output::Yaml, "a: \u{1b}[2J\n"),
+            (Output::Json, "[\"\u{9b}2J\u{7f}\"]"),
+        ] {
+            let shown = together(output, &of(text)).unwrap();
+            assert!(shown.contains('\u{fffd}'), "{shown:?}");
+            assert!(!shown.contains(|c: char| c.is_control() && c != '\n'), "{shown:?}");
+        }
+    }
+
+    #[test]
+    fn a_command_about_the_whole_cluster_refuses_a_node() {
+        assert!(of_cluster("status", None).is_ok());
+        let refused = of_cluster("connectivity test", Some("n1".to_owned())).unwrap_err().to_string();
+        assert!(refused.contains("connectivity test") && refused.contains("omit --node n1"), "{refused}");
+    }
+
+    #[test]
+    fn nodes_are_asked_concurrently_and_answer_in_their_order() {
+        let pods: Vec<Pod> = (0..2 * AT_ONCE).map(|n| Pod { name: n.to_string(), node: format!("n{n}") }).collect();
+        let all = std::sync::Barrier::new(AT_ONCE);
+        let names = at_once(&pods, |pod| {
+            all.wait();
+            pod.name.clone()
+        });
+        assert!(names.iter().eq(pods.iter().map(|pod| &pod.name)), "{names:?}");
     }
 }

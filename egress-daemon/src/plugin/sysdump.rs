@@ -1,7 +1,7 @@
 //! Writes an archive with all information for a support request.
 
 use super::{
-    egressctl_on,
+    at_once, egressctl_on,
     kubectl::{Kubectl, KubectlError, Pod, SELECTOR},
 };
 use std::{
@@ -84,8 +84,13 @@ impl Drop for Folder {
     }
 }
 
-/// Writes the archive, a `.tar.gz`. Returns the numbers of answers in it and of missing answers.
-pub fn write(kubectl: &Kubectl, file: &Path, progress: impl Fn(&str)) -> Result<(usize, usize), SysdumpError> {
+/// Writes the archive, a `.tar.gz`, with the state of these agents' nodes. Returns the numbers of answers in it and of missing answers.
+pub fn write(
+    kubectl: &Kubectl,
+    agents: &[Pod],
+    file: &Path,
+    progress: impl Fn(&str) + Sync,
+) -> Result<(usize, usize), SysdumpError> {
     let folder = Folder::new()?;
     let mut found = Vec::new();
     progress("the cluster's objects");
@@ -96,13 +101,12 @@ pub fn write(kubectl: &Kubectl, file: &Path, progress: impl Fn(&str)) -> Result<
         progress(&pod.name);
         found.push(logs(kubectl, &folder, &pod)?);
     }
-    for pod in kubectl.pods("agent")? {
+    let of_nodes = at_once(agents, |pod| {
         progress(&pod.node);
-        found.push(logs(kubectl, &folder, &pod)?);
-        for what in OF_NODE {
-            let answer = egressctl_on(kubectl, &pod, &[what.into(), "-o".into(), "json".into()]);
-            found.push(folder.note(&format!("nodes/{}/{what}.json", pod.node), answer)?);
-        }
+        of_node(kubectl, &folder, pod)
+    });
+    for of_node in of_nodes {
+        found.extend(of_node?);
     }
     let failed = |error| SysdumpError::Pack { path: file.to_owned(), error };
     let packed = Command::new("tar").arg("-czf").arg(file).arg("-C").arg(&folder.0).arg(".").output();
@@ -112,6 +116,16 @@ pub fn write(kubectl: &Kubectl, file: &Path, progress: impl Fn(&str)) -> Result<
     }
     let missing = found.iter().filter(|found| !**found).count();
     Ok((found.len() - missing, missing))
+}
+
+/// Writes the logs of an agent and the state of its node. Returns for each whether there was an answer.
+fn of_node(kubectl: &Kubectl, folder: &Folder, agent: &Pod) -> Result<Vec<bool>, SysdumpError> {
+    let mut found = vec![logs(kubectl, folder, agent)?];
+    for what in OF_NODE {
+        let answer = egressctl_on(kubectl, agent, &[what.into(), "-o".into(), "json".into()]);
+        found.push(folder.note(&format!("nodes/{}/{what}.json", agent.node), answer)?);
+    }
+    Ok(found)
 }
 
 /// Writes the logs of a pod. Only a restarted container has a previous log.

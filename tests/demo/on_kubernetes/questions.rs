@@ -22,7 +22,7 @@ pub fn show(show: &mut Show) -> Result<()> {
     );
     let pod = show.web.first().context("no pod")?.clone();
     let (_clients, seen) = flows::seen(&pod.ns, server(ECHO_PORT)?, TcpOptions::default(), &show.echo)?;
-    let (seen, to) = (seen.to_string(), server(ECHO_PORT)?.to_string());
+    let (seen, to) = (seen.to_string(), format!("{}/tcp", server(ECHO_PORT)?));
     let words = ["--node", &pod.node, "whois", &seen, "--to", &to];
     let told = plugin(show, &words, 0)?;
     print(show, &words, &told);

@@ -41,7 +41,7 @@ fn show_whois(show: &mut Show) -> Result<()> {
     let pod = show.lab.pod("web-1").clone();
     let target = show.server().ips.at(Family::V4, ECHO_PORT);
     let (_clients, seen) = flows::seen(&pod.ns, target, TcpOptions::default(), &show.near)?;
-    let (seen, to) = (seen.to_string(), target.to_string());
+    let (seen, to) = (seen.to_string(), format!("{target}/tcp"));
     let words = ["whois", seen.as_str(), "--to", to.as_str()];
     let ask = || show.lab.egressctl(&pod.node, &words);
     let answer = wait_until("whois is certain", PATIENCE, ask, |answer| answer["podCertain"] == true)?;

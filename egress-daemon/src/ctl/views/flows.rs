@@ -43,7 +43,7 @@ pub struct FlowsView {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FlowRow {
-    /// `namespace/name` of the pod; null if no pod has the address any more.
+    /// `namespace/name` of the pod; null if the pod is gone, even if another pod has its address.
     pub pod: Option<String>,
     /// The pod's address.
     pub pod_address: IpAddr,
@@ -154,7 +154,7 @@ pub(crate) fn row(dump: &Dump, flow: &FlowEntry) -> FlowRow {
         _ => "severed",
     };
     FlowRow {
-        pod: dump.pod_name(flow.pod),
+        pod: dump.pod_of(flow),
         pod_address: flow.pod,
         pod_port: flow.pod_port,
         remote_address: flow.remote,
@@ -178,7 +178,7 @@ pub fn flows(sources: ViewSources<'_>, filter: &FlowFilter) -> FlowsView {
         None => true,
         Some(pod) => match pod.parse::<IpAddr>() {
             Ok(ip) => ip == flow.pod,
-            Err(_) => dump.pod_name(flow.pod).as_ref() == Some(pod),
+            Err(_) => dump.pod_of(flow).as_ref() == Some(pod),
         },
     };
     let with_egress = |flow: &FlowEntry| {

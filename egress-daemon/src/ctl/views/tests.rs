@@ -228,6 +228,25 @@ fn a_flow_of_a_reused_index_names_no_egress_ip() {
 }
 
 #[test]
+fn a_flow_of_a_pod_that_is_gone_does_not_get_the_name_of_the_next_pod_with_its_address() {
+    let mut dump = dump();
+    let mut left = flow(&dump, ("10.10.0.5", 1), ("203.0.113.7", 443), "web", ("192.0.2.10", 1030));
+    left.flow.endpoint ^= 1;
+    dump.flows = vec![left];
+    let of = |pod: &str| flows(maps_only(&dump), &FlowFilter { pod: Some(pod.into()), ..FlowFilter::default() }).items;
+    assert_eq!(of("prod/web-0"), []);
+    assert_eq!((of("10.10.0.5").len(), of("10.10.0.5")[0].pod.as_deref()), (1, None));
+    let sample = Sample { dump: dump.clone(), rules: Vec::new() };
+    assert_eq!(top(&sample, &sample, By::Pod, 1).items[0].name, "10.10.0.5");
+    // Without names, a flow of a present pod is recognised by the pod's number.
+    let own = flow(&dump, ("10.10.0.6", 1), ("203.0.113.7", 443), "web", ("192.0.2.10", 1031));
+    dump.flows.push(own);
+    dump.tables.names.clear();
+    let pods: Vec<_> = dump.flows.iter().map(|flow| dump.pod_of(flow)).collect();
+    assert!(pods[0].is_none() && pods[1].as_ref().is_some_and(|pod| pod.starts_with('#')), "{pods:?}");
+}
+
+#[test]
 fn blocks_show_leased_and_used_ports() {
     let dump = dump();
     let list = blocks(maps_only(&dump));

@@ -81,7 +81,7 @@ pub struct DropRate {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Path {
-    /// `namespace/name`; an address if no pod has it any more.
+    /// `namespace/name`; an address if the pod is gone.
     pub pod: String,
     /// The policy; null for flows that are left alone.
     pub policy: Option<String>,
@@ -200,7 +200,7 @@ type Name = (String, Option<Path>);
 fn name(dump: &Dump, flow: &FlowEntry, by: By) -> Name {
     let ours = !flow.untouched;
     let egress = dump.egress_ip(flow.flow.egress).filter(|_| ours);
-    let pod = || dump.pod_name(flow.pod).unwrap_or_else(|| flow.pod.to_string());
+    let pod = || dump.pod_of(flow).unwrap_or_else(|| flow.pod.to_string());
     let egress_ip = || egress.map(|(ip, _)| ip.to_string());
     let gateway = || egress.and_then(|(_, e)| dump.node_name(e.gateway));
     let policy = || ours.then(|| dump.policy_name(flow.flow.policy.into()));

@@ -2,16 +2,19 @@
 //! the flow log, or from the live flows of this node.
 
 mod logs;
+mod server;
 #[cfg(test)]
 mod tests;
 mod time;
 mod view;
 
+pub use server::Server;
 pub use time::{Moment, moment};
 pub use view::WhoisView;
 use view::whois;
 
 use super::dump::{Dump, FlowEntry};
+use super::{NodeAccess, check_node};
 use crate::flowlog::{self, Instant};
 use anyhow::{Result, bail};
 use egress_core::leaselog::{LeaseAnswer, LeaseEvent, LeaseQuestion, LeaseRecord, answer, together};
@@ -31,12 +34,12 @@ pub struct WhoisOptions {
     pub seen: SocketAddr,
     /// The time; `None` for now.
     pub at: Option<Moment>,
-    /// The destination.
-    pub to: Option<SocketAddr>,
+    /// The server that saw it.
+    pub to: Option<Server>,
     /// The directory of both logs, of one log, or of several agents' directories; `None` for this node's logs.
     pub log: Option<PathBuf>,
-    /// The agent's pins.
-    pub bpffs: PathBuf,
+    /// The agent's pins, and the name that this node must have.
+    pub access: NodeAccess,
 }
 
 /// The live flows of a node, and the time when they were read.
@@ -54,12 +57,13 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
     }
     let logs = match &options.log {
         Some(directory) => Logs::below(directory)?,
-        None => Logs::of(&options.bpffs),
+        None => Logs::of(&options.access.bpffs),
     };
     let egress_ip = options.seen.ip().to_canonical();
     let port = options.seen.port();
     let question = LeaseQuestion { egress_ip, port, from: at.from, until: at.until, slack: SLACK };
-    let dump = Dump::read(&Pins::new(&options.bpffs), true).ok();
+    let dump = Dump::read(&Pins::new(&options.access.bpffs), true).ok();
+    check_node(&options.access, dump.as_ref().and_then(Dump::own_name))?;
     let mut leases = Vec::new();
     for log in &logs.leases {
         leases.push(answer(&flowlog::read(log, about(egress_ip))?, question));
@@ -70,7 +74,7 @@ pub fn ask(options: &WhoisOptions) -> Result<WhoisView> {
         bail!(
             "there is no log of leases or flows in {}, and no agent has run with the pins in {}: ask on a gateway or on the node of the pod, or name a copy of a log with --log",
             logs.directory.display(),
-            options.bpffs.display()
+            options.access.bpffs.display()
         );
     }
     let living = dump.as_ref().map(|dump| Living { dump, now });
@@ -137,7 +141,7 @@ fn about(address: IpAddr) -> impl Fn(&LeaseRecord) -> bool {
 pub(super) fn seen_as<'a>(
     living: &Living<'a>,
     seen: SocketAddr,
-    to: Option<SocketAddr>,
+    to: Option<Server>,
     at: Moment,
 ) -> Vec<(&'a FlowEntry, Instant)> {
     let dump = living.dump;
@@ -146,7 +150,8 @@ pub(super) fn seen_as<'a>(
         flow.translated()
             && flow.port() == seen.port()
             && egress.is_some_and(|(address, _)| address == seen.ip().to_canonical())
-            && to.is_none_or(|to| to.ip().to_canonical() == flow.remote && to.port() == flow.remote_port)
+            && to
+                .is_none_or(|to| to.is_of(flow.proto) && to.address() == SocketAddr::new(flow.remote, flow.remote_port))
     };
     let began = |flow: &FlowEntry| living.now - dump.seconds_since(flow.flow.created) as i64 * 1_000_000;
     let flows = dump.flows.iter().filter(is_meant).map(|flow| (flow, began(flow)));

@@ -69,7 +69,8 @@ fn live_flow_identifies_its_pod_since_its_start() {
     let flow = dump.flows.iter().find(|flow| flow.translated() && flow.proto == 6).unwrap();
     let (egress, _) = dump.egress_ip(flow.flow.egress).unwrap();
     let seen = SocketAddr::new(egress, flow.port());
-    let to = Some(SocketAddr::new(flow.remote, flow.remote_port));
+    let bare = SocketAddr::new(flow.remote, flow.remote_port).to_string();
+    let to: Option<Server> = format!("{bare}/tcp").parse().ok();
     let now = 24 * HOUR;
     let began = now - dump.seconds_since(flow.flow.created) as i64 * 1_000_000;
     let living = Living { dump: &dump, now };
@@ -83,6 +84,11 @@ fn live_flow_identifies_its_pod_since_its_start() {
     assert!(view.text().contains("pod     prod/"), "{}", view.text());
     let unnamed = ask(now, None);
     assert!(!unnamed.pod_certain && unnamed.text().contains("--to"), "{}", unnamed.text());
+    // Another flow may have another protocol.
+    let unnamed = ask(now, bare.parse().ok());
+    assert!(!unnamed.pod_certain && unnamed.flows.len() == 1, "{unnamed:?}");
+    assert!(unnamed.text().contains(&format!("name the protocol, as in --to {bare}/tcp")), "{}", unnamed.text());
+    assert_eq!(ask(now, format!("{bare}/udp").parse().ok()).flows, []);
     let about = ask(began, to);
     assert!(!about.pod_certain && about.text().contains("began or ended at about that time"), "{}", about.text());
     assert_eq!(ask(began - 10 * SLACK, to).flows, []);
@@ -96,13 +102,13 @@ fn flow(pod: &str, node: &str, to: Option<&str>) -> Likely {
         pod: pod.into(),
         node: node.into(),
         policy: Some("web".into()),
-        destination: to.map(|to| to.parse().unwrap()),
+        destination: to.map(|to| to.trim_end_matches("/tcp").parse().unwrap()),
         began: HOUR,
         ended: Some(3 * HOUR),
         refused: false,
         ticket: None,
     };
-    Likely { flow, surely: true }
+    Likely { flow, surely: true, lost: None }
 }
 
 /// Returns the answer for these flows of the port. `doubts` are the gaps in the log.
@@ -118,8 +124,8 @@ fn of_flows(likely: Vec<Likely>, doubts: Vec<flows::Doubt>, to: Option<&str>) ->
 
 #[test]
 fn recorded_flows_identify_the_pod_and_explain_doubts() {
-    const TO: Option<&str> = Some("203.0.113.7:443");
-    const OTHER: Option<&str> = Some("203.0.113.8:443");
+    const TO: Option<&str> = Some("203.0.113.7:443/tcp");
+    const OTHER: Option<&str> = Some("203.0.113.8:443/tcp");
     let lost = || vec![flows::Doubt::Lost(HOUR, 2 * HOUR, 7)];
     let certain = |view: &WhoisView| (view.node_certain, view.pod_certain);
 
@@ -151,10 +157,74 @@ fn recorded_flows_identify_the_pod_and_explain_doubts() {
 
     // The flow began or ended at about that time, within the clocks' tolerance; or there was no flow.
     let near = Likely { surely: false, ..flow("prod/web", "w7", TO) };
-    let view = of_flows(vec![near], vec![], TO);
+    let view = of_flows(vec![near.clone()], vec![], TO);
     assert!(!view.pod_certain && view.text().contains("at about that time"), "{}", view.text());
+    let cut = Likely { lost: Some(flows::Doubt::Lost(HOUR, HOUR, 7)), ..near };
+    let text = of_flows(vec![cut], vec![], TO).text();
+    assert!(text.contains("does not show for certain that a flow was open") && text.contains("7 starts and"), "{text}");
     let view = of_flows(vec![], vec![], None);
     assert!(!view.pod_certain && view.text().contains("ask there"), "{}", view.text());
+}
+
+#[test]
+fn a_recorded_flow_is_certain_only_if_the_question_names_its_protocol_or_the_log_has_no_gaps() {
+    const BARE: Option<&str> = Some("203.0.113.7:443");
+    let lost = || vec![flows::Doubt::Lost(HOUR, 2 * HOUR, 7)];
+    let tcp = || flow("prod/web", "w7", BARE);
+    assert!(of_flows(vec![tcp()], vec![], BARE).pod_certain);
+    let view = of_flows(vec![tcp()], lost(), BARE);
+    assert!(!view.pod_certain && view.text().contains("--to 203.0.113.7:443/tcp"), "{}", view.text());
+    assert!(of_flows(vec![tcp()], lost(), Some("203.0.113.7:443/tcp")).pod_certain);
+    // A flow of another pod has the same port and the same server.
+    let other = flow("prod/dns", "w7", BARE);
+    let udp = || Likely { flow: Flow { protocol: 17, ..other.flow.clone() }, ..other.clone() };
+    let view = of_flows(vec![tcp(), udp()], vec![], BARE);
+    assert!(!view.pod_certain && view.recorded.len() == 2, "{view:?}");
+    let view = of_flows(vec![tcp(), udp()], vec![], Some("203.0.113.7:443/udp"));
+    assert_eq!((view.pod_certain, view.recorded[0].pod.as_str(), view.recorded.len()), (true, "prod/dns", 1));
+    let icmp: Server = "203.0.113.7/icmp".parse().unwrap();
+    assert!(icmp.is_of(1) && !icmp.is_of(6) && icmp.address().port() == 0);
+}
+
+#[test]
+fn a_nodes_own_address_is_certain_only_with_a_flow_to_the_named_server() {
+    use crate::ctl::views::testing;
+    let mut dump = testing::dump();
+    let pin = testing::flow(&dump, ("10.10.0.6", 40_000), ("203.0.113.7", 443), "pin", ("192.0.2.20", 1152));
+    dump.flows = vec![pin];
+    let living = Living { dump: &dump, now: 24 * HOUR };
+    let ask = |port, to: &str, holders: &[&str]| {
+        let holders = holders.iter().map(|node| holder(node)).collect();
+        let leases = Some(LeaseAnswer { holders, ..LeaseAnswer::default() });
+        // The log of flows has no gaps.
+        let recorded = Some(Recorded::default());
+        let at = Moment { from: living.now, until: living.now };
+        let seen = SocketAddr::new("192.0.2.20".parse().unwrap(), port);
+        whois(seen, at, to.parse().ok(), Known { leases, recorded, living: Some(&living) })
+    };
+    let named = "is an address of node worker1";
+    let free = ask(40_000, "", &[]);
+    assert!(!free.node_certain && free.text().contains(named) && free.text().contains("not known"), "{}", free.text());
+    let leased = ask(1300, "", &["gw1"]);
+    assert!(!leased.node_certain && leased.text().contains(named), "{}", leased.text());
+    let open = ask(1152, "", &["worker1"]);
+    assert!(!open.node_certain && !open.pod_certain && open.text().contains(named), "{}", open.text());
+    let named = ask(1152, "203.0.113.7:443/tcp", &["worker1"]);
+    assert!(named.node_certain && named.pod_certain && named.doubts.is_empty(), "{}", named.text());
+    assert_eq!(named.flows[0].pod.as_deref(), Some("prod/pin-0"));
+}
+
+#[test]
+fn another_node_than_the_named_one_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let access = NodeAccess { node: Some("w7".into()), ..access(directory.path()) };
+    let error = ask(&WhoisOptions { seen: seen(), at: None, to: None, log: None, access }).unwrap_err().to_string();
+    assert!(error.contains("nothing shows that this is node w7"), "{error}");
+}
+
+/// Returns the access to a node whose agent has never run.
+fn access(directory: &std::path::Path) -> NodeAccess {
+    NodeAccess { bpffs: directory.join("none"), socket: directory.join("none.sock"), node: None }
 }
 
 #[test]
@@ -215,7 +285,7 @@ fn log_copy_is_recognized_by_its_files() {
         at: Some(Moment { from: HOUR, until: HOUR }),
         to: None,
         log: Some(directory.path().join("copy-of-flows")),
-        bpffs: directory.path().join("none"),
+        access: access(directory.path()),
     };
     assert!(ask(&options).is_ok());
 }
@@ -234,7 +304,8 @@ fn unreadable_flow_log_does_not_hide_the_answer_from_leases() {
     std::fs::write(flows.join("00000000000000000001.parquet"), "PAR1").unwrap();
     let at = Some(Moment { from: 2 * HOUR, until: 2 * HOUR });
     let log = Some(directory.path().to_owned());
-    let view = ask(&WhoisOptions { seen: seen(), at, to: None, log, bpffs: directory.path().join("none") }).unwrap();
+    let access = access(directory.path());
+    let view = ask(&WhoisOptions { seen: seen(), at, to: None, log, access }).unwrap();
     assert!(view.node_certain && view.nodes[0].node == "w7", "{view:?}");
     assert!(view.text().contains("a file of the log of flows cannot be read: "), "{}", view.text());
 }

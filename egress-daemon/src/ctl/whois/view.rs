@@ -1,14 +1,16 @@
 //! The answer, its certainty, and the reasons for doubt. Pure.
 
 use super::time::text;
-use super::{Known, Moment, SLACK, is_sure, seen_as};
+use super::{Known, Moment, SLACK, Server, is_sure, seen_as};
+use crate::ctl::dump::Dump;
 use crate::ctl::print::Printable;
 use crate::ctl::views::{FlowRow, protocol, row};
 use crate::flowlog::flows::{self, Likely, TICK};
+use egress_common::egress::flags;
 use egress_core::leaselog::Doubt;
 use serde::Serialize;
 use std::collections::BTreeSet;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 /// A node that held the port.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -44,7 +46,7 @@ pub struct RecordedRow {
     pub began: String,
     /// The time of its last packet, to within 1.1 s; null if it was open at the end of the log.
     pub ended: Option<String>,
-    /// Whether it certainly had the port at the time in question. If not, it began or ended at about that time.
+    /// Whether it certainly had the port at the time in question. If not, it began or ended at about that time, or its end may be missing.
     pub certain: bool,
 }
 
@@ -73,7 +75,7 @@ pub struct WhoisView {
 }
 
 /// Combines leases, recorded flows and live flows.
-pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known: Known<'_>) -> WhoisView {
+pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<Server>, known: Known<'_>) -> WhoisView {
     let Known { leases, recorded, living } = known;
     let has_log = recorded.is_some();
     let recorded = recorded.unwrap_or_default();
@@ -81,41 +83,55 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
     if leases.is_none() && !has_log {
         doubts.push("there is no log of leases here: ask on a gateway, which has one".into());
     }
-    let mut node_certain = leases.as_ref().is_some_and(is_sure);
+    let shared = living.and_then(|living| node_with(living.dump, seen.ip().to_canonical()));
+    // The leases of a node's own address say nothing about the node's sockets.
+    let mut node_certain = leases.as_ref().is_some_and(is_sure) && shared.is_none();
     let mut nodes: Vec<NodeRow> = leases.into_iter().flat_map(|answer| answer.holders).map(NodeRow::of).collect();
     let flows = living.map(|living| seen_as(living, seen, to, at)).unwrap_or_default();
     let own = living.and_then(|living| living.dump.own_name());
     let likely = of_server(recorded.likely, to);
     // A live flow that began before the time in question has held its port since then.
     let steady = flows.iter().any(|(_, began)| *began + SLACK <= at.from);
+    let is_known = |likely: &Likely| likely.surely && likely.flow.destination.is_some();
+    // A port has at most one flow of a protocol to each server.
+    let exact = to.is_some_and(Server::has_protocol) && (steady || likely.iter().any(is_known));
     let steady_nodes = likely.iter().filter(|likely| likely.surely).map(|likely| &likely.flow.node);
     let steady_nodes: BTreeSet<&String> = steady_nodes.chain(own.iter().filter(|_| steady)).collect();
     if !steady_nodes.is_empty() {
-        node_certain = steady_nodes.len() == 1;
+        node_certain = steady_nodes.len() == 1 && (exact || shared.is_none());
         doubts.clear();
         nodes.retain(|row| steady_nodes.contains(&row.node));
         let missing: Vec<&String> =
             steady_nodes.iter().copied().filter(|node| nodes.iter().all(|row| row.node != **node)).collect();
         nodes.extend(missing.into_iter().map(|node| NodeRow::without_lease(node)));
     }
+    doubts.extend(shared.as_ref().filter(|_| !exact).map(|node| {
+        format!(
+            "{} is an address of {node}, whose sockets and pods without a policy also use its ports: only a flow to the server of --to \
+             is certain",
+            seen.ip()
+        )
+    }));
     let rows: Vec<FlowRow> =
         living.iter().flat_map(|living| flows.iter().map(|(flow, _)| row(living.dump, flow))).collect();
     let living_pods = rows.iter().map(|row| row.pod.clone().unwrap_or_else(|| row.pod_address.to_string()));
     let pods: BTreeSet<String> = living_pods.chain(likely.iter().map(|likely| likely.flow.pod.clone())).collect();
-    let complete = has_log && recorded.doubts.is_empty();
-    let exact =
-        to.is_some() && (steady || likely.iter().any(|likely| likely.surely && likely.flow.destination.is_some()));
+    let complete = has_log && recorded.doubts.is_empty() && shared.is_none();
+    let lost: Vec<flows::Doubt> = likely.iter().filter_map(|likely| likely.lost.clone()).collect();
     let found = Found {
         pods: pods.len(),
         surely: !steady_nodes.is_empty(),
-        // A port has at most one flow to each server. If the log has no gaps, it had no other flows either.
+        is_lost: !lost.is_empty(),
+        // If the log has no gaps, the port had no other flows.
         only: complete || exact,
-        named: to.is_some(),
+        to,
         has_log,
     };
     doubts.extend(about_pod(&found, own.as_deref(), &nodes));
     if !found.is_certain() {
-        doubts.extend(recorded.doubts.iter().map(about_log));
+        let lost = lost.into_iter().filter(|_| !found.surely);
+        let missing: BTreeSet<flows::Doubt> = recorded.doubts.into_iter().chain(lost).collect();
+        doubts.extend(missing.iter().map(about_log));
     }
     WhoisView {
         seen: seen.to_string(),
@@ -131,10 +147,18 @@ pub(super) fn whois(seen: SocketAddr, at: Moment, to: Option<SocketAddr>, known:
 }
 
 /// Returns the flows to a server, and the flows whose destination is unknown.
-fn of_server(likely: Vec<Likely>, to: Option<SocketAddr>) -> Vec<Likely> {
-    let meant = to.map(|to| SocketAddr::new(to.ip().to_canonical(), to.port()));
-    let is_meant = |likely: &Likely| meant.is_none_or(|to| likely.flow.destination.is_none_or(|flow| flow == to));
-    likely.into_iter().filter(is_meant).collect()
+fn of_server(likely: Vec<Likely>, to: Option<Server>) -> Vec<Likely> {
+    let is_of = |to: Server, flow: &flows::Recorded| {
+        to.is_of(flow.protocol.into()) && flow.destination.is_none_or(|destination| destination == to.address())
+    };
+    likely.into_iter().filter(|likely| to.is_none_or(|to| is_of(to, &likely.flow))).collect()
+}
+
+/// Returns the node whose own address this is, as the maps show it. The node shares the ports of such an egress IP.
+fn node_with(dump: &Dump, address: IpAddr) -> Option<String> {
+    let mut all = dump.egress_ips();
+    let (_, _, egress) = all.find(|(_, ip, egress)| *ip == address && egress.flags & flags::NODE_ADDRESS != 0)?;
+    Some(dump.node_name(egress.gateway).map_or_else(|| "a node".to_owned(), |name| format!("node {name}")))
 }
 
 /// The findings about pods.
@@ -143,10 +167,12 @@ struct Found {
     pods: usize,
     /// Whether one of them had the port all the time.
     surely: bool,
+    /// Whether missing events are why a flow may not have had it.
+    is_lost: bool,
     /// Whether no flow of another pod can also have had the port.
     only: bool,
-    /// Whether the question names the server.
-    named: bool,
+    /// The server that the question names.
+    to: Option<Server>,
     /// Whether flows are recorded.
     has_log: bool,
 }
@@ -158,7 +184,7 @@ impl Found {
 }
 
 impl RecordedRow {
-    fn of(Likely { flow, surely }: Likely) -> Self {
+    fn of(Likely { flow, surely, .. }: Likely) -> Self {
         Self {
             pod: flow.pod,
             node: flow.node,
@@ -187,7 +213,7 @@ fn about_log(doubt: &flows::Doubt) -> String {
         flows::Doubt::Unread(why) => format!("a file of the log of flows cannot be read: {why}"),
         flows::Doubt::Lost(from, until, 0) => {
             format!(
-                "starts and ends of flows between {} and {} may be missing: the agent was killed",
+                "starts and ends of flows between {} and {} may be missing: the agent was killed, or its clock was set",
                 text(*from),
                 text(*until)
             )
@@ -241,13 +267,28 @@ fn about_pod(found: &Found, own: Option<&str>, nodes: &[NodeRow]) -> Option<Stri
         }
         0 if found.has_log => Some("no live or recorded flow had the port then".into()),
         0 => Some("no live flow had the port then: leases do not name pods".into()),
+        _ if !found.surely && found.is_lost => {
+            Some("the log of flows does not show for certain that a flow was open then".into())
+        }
         _ if !found.surely => {
             Some("a flow began or ended at about that time: the clocks of nodes may differ by two seconds".into())
         }
         1 if found.only => None,
-        _ if found.named => Some("a flow of another pod may have had the port: destinations are not recorded".into()),
-        1 => Some("a flow to another server may have had the same port: name the server with --to".into()),
-        _ => Some("flows of several pods had the port, each to a different server: name the server with --to".into()),
+        count => Some(match found.to {
+            Some(to) if !to.has_protocol() => {
+                let to = to.address();
+                format!(
+                    "flows of several protocols to the same server may have the same port: name the protocol, as in --to {to}/tcp"
+                )
+            }
+            Some(_) => "a flow of another pod may have had the port: destinations are not recorded".into(),
+            None if count == 1 => {
+                "a flow to another server may have had the same port: name the server with --to ADDR:PORT/tcp".into()
+            }
+            None => {
+                "flows of several pods had the port, each to a different server: name the server with --to ADDR:PORT/tcp".into()
+            }
+        }),
     }
 }
 

@@ -10,7 +10,7 @@ mod ipfix;
 mod json;
 mod record;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 mod upload;
 #[cfg(test)]
 mod upload_tests;

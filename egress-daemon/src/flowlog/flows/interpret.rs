@@ -130,6 +130,7 @@ impl Interpreter {
         let (mut flows, mut lost) = (Vec::with_capacity(events.len()), 0);
         // Not kept between calls, since numbers of policies are reused.
         let mut policies: HashMap<u32, Option<Arc<str>>> = HashMap::new();
+        let mut pods: HashMap<u32, Option<Arc<str>>> = HashMap::new();
         for event in events {
             let e = &event.event;
             let Some(egress_ip) = self.egress_ip(e.egress, e.egress_generation, lookup) else {
@@ -138,6 +139,7 @@ impl Interpreter {
             };
             let policy = policies.entry(e.policy);
             let policy = policy.or_insert_with(|| lookup.name(name_kind::POLICY, e.policy).map(Arc::from)).clone();
+            let pod = pods.entry(e.endpoint).or_insert_with(|| self.pod(e.endpoint, lookup)).clone();
             flows.push(Flow {
                 fate: match e.what {
                     what::BEGAN => Fate::Began,
@@ -149,7 +151,7 @@ impl Interpreter {
                 protocol: e.key.proto as u8,
                 ticket: e.ticket,
                 began: self.time(e.created),
-                pod: self.pod(event, lookup),
+                pod: pod.unwrap_or_else(|| event.pod.to_string().into()),
                 policy,
                 source: SocketAddr::new(event.pod, u16::from_be(e.key.src_port)),
                 destination: self.destinations.then_some(event.remote),
@@ -198,20 +200,16 @@ impl Interpreter {
         Some(address)
     }
 
-    fn pod(&mut self, event: &Event, lookup: &impl Lookup) -> Arc<str> {
-        let id = event.event.endpoint;
-        if let Some(name) = self.pods.get(&id) {
-            return Arc::clone(name);
-        }
-        // Numbers of pods are derived from names and uids, so no number is reused for another pod.
-        let Some(name) = lookup.name(name_kind::ENDPOINT, id).map(|name| short(&name)) else {
-            return event.pod.to_string().into();
-        };
-        if self.pods.len() >= MAX_KEPT {
+    /// Returns the name of the pod with this number: the present one, or else the last one. Numbers are hashes of 32 bits, so a pod may get
+    /// the number of one that is gone.
+    fn pod(&mut self, id: u32, lookup: &impl Lookup) -> Option<Arc<str>> {
+        let Some(name) = lookup.name(name_kind::ENDPOINT, id) else { return self.pods.get(&id).cloned() };
+        let name = short(&name);
+        if self.pods.len() >= MAX_KEPT && !self.pods.contains_key(&id) {
             self.pods.clear();
         }
         self.pods.insert(id, Arc::clone(&name));
-        name
+        Some(name)
     }
 
     fn number(&mut self, name: &Arc<str>, lines: &mut Vec<Line>) -> u32 {

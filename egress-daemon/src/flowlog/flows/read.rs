@@ -23,7 +23,8 @@ pub struct Wanted {
     pub until: Instant,
 }
 
-/// Searches a log. Skips a file that disappears meanwhile. After a file that cannot be read, the recording counts as started anew.
+/// Searches a log. Skips a file that disappears meanwhile. After a file that is missing or cannot be read, the recording counts as started
+/// anew.
 pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
     let mut found = Found::default();
     // The flows that earlier files list as open.
@@ -43,8 +44,10 @@ pub fn read(directory: &Path, wanted: &Wanted) -> Result<Found, LogError> {
                 continue;
             }
         };
+        // A file begins no later than the previous one ends. Otherwise a file between them is missing, as from an incomplete copy.
+        let is_missing = found.spans.last().is_some_and(|last| last.until < span.from);
         // It is unknown which flows ended in the previous file.
-        span.started |= std::mem::take(&mut is_broken);
+        span.started |= std::mem::take(&mut is_broken) || is_missing;
         let is_meant = |flow: &Recorded| {
             flow.egress_ip == wanted.egress_ip
                 && flow.port == wanted.port

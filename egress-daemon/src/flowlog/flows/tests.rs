@@ -1,5 +1,7 @@
 //! Reported flows are found again after rotations and crashes, in journals and segments.
 
+mod certainty;
+
 use super::follow::{Source, Watch};
 use super::interpret::{Event, Lookup, Numbered};
 use super::merge::Journal;
@@ -322,7 +324,8 @@ fn flow_log_continues_after_an_agent_restart_but_not_after_a_reboot() {
     world.restart(false, false);
     world.look(200);
     world.look(300);
-    assert_eq!(world.pods(1101, 140), web(true));
+    // The end of the flow may be among the missing events.
+    assert_eq!((world.pods(1101, 90), world.pods(1101, 140)), (web(true), web(false)));
     assert_eq!(world.ask(1101, 170).1, [Doubt::Unwatched(Some(time(150)), Some(time(200)))]);
     assert_eq!(world.ask(1101, 250), (vec![], vec![]));
     assert_eq!(world.ask(1101, 400).1, [Doubt::Unwatched(Some(time(300)), None)]);

@@ -8,7 +8,7 @@ use crate::store::kind::Erased;
 use crate::store::view::{Item, StoreView};
 use crate::store::{Key, Kind, ObjectRef, StoreProblem};
 use kube::runtime::watcher::Event;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -26,13 +26,14 @@ pub(super) struct Cache {
 struct CacheState {
     view: StoreView,
     kinds: BTreeMap<Kind, Progress>,
-    /// Objects that cannot be decoded. Their last good version is in force. For kinds whose status Spillway writes, it has the version and
-    /// the status of the object that cannot be decoded.
+    /// Objects that cannot be decoded. Their last good version is in force, or [`CacheState::replacement`].
     problems: BTreeMap<ObjectRef, StoreProblem>,
     /// The time when the last successful renewal of each lease of this process was sent.
     renewed: BTreeMap<Key, Instant>,
     /// Whether the API server has not answered the last request.
     unanswered: bool,
+    /// Whether it has refused to continue the watch of EgressNodes, which have all leases.
+    refused: bool,
 }
 
 /// The progress of the watch of a kind.
@@ -61,8 +62,8 @@ struct Progress {
 /// The number of removed objects of each kind that are remembered: more than can be removed during the few seconds of a write.
 const RECENT: usize = 4_096;
 
-/// The uids of recently removed objects, each with its version at removal. A later version means that the object is followed again: an
-/// object is also removed if it loses the label that selected it.
+/// The uids of recently removed objects, each with the version in the notice of its removal. A deletion has a version of its own, which no
+/// object has. An object that has only lost the label that selected it has this version from then on, and may be followed again.
 #[derive(Debug, Default)]
 struct Recent {
     order: VecDeque<String>,
@@ -167,9 +168,15 @@ impl Cache {
         self.state().problems.values().cloned().collect()
     }
 
-    /// Returns whether the API server answered the last request.
+    /// Returns whether the API server answered the last request, and lets this process follow EgressNodes.
     pub(super) fn is_connected(&self) -> bool {
-        !self.state().unanswered
+        let state = self.state();
+        !state.unanswered && !state.refused
+    }
+
+    /// Records whether the API server refuses the watch of a kind.
+    pub(super) fn refuses(&self, kind: Kind, refused: bool) {
+        self.update(|state| kind == Kind::EgressNode && std::mem::replace(&mut state.refused, refused) != refused);
     }
 
     /// Records whether the API server answers.
@@ -244,7 +251,8 @@ impl Cache {
                     } else {
                         let objects = std::mem::take(&mut progress.listing);
                         let written = progress.written.clone();
-                        state.replace(kind, objects, |key, _| !written.contains(key))
+                        let forgotten = state.forget_problems(kind, |key| objects.contains_key(key));
+                        state.replace(kind, objects, |key, _| !written.contains(key)) || forgotten
                     };
                     changed || followed_more
                 }
@@ -306,7 +314,7 @@ impl CacheState {
         // Objects of kinds that Spillway does not write come only from the watch, in order.
         let new = number(version(&object));
         let gone = self.kinds.get(&kind).and_then(|progress| progress.gone.all.get(uid(&object)));
-        if gone.is_some_and(|at| new <= *at) {
+        if gone.is_some_and(|at| new < *at) {
             return false;
         }
         let present = self.view.version(kind, &key).map(number);
@@ -315,7 +323,7 @@ impl CacheState {
         }
         let version = trim(kind, &mut object);
         let target = ObjectRef { kind, key };
-        let status = kind.has_our_status().then(|| object.get("status").cloned().unwrap_or_default());
+        let whole = kind.has_our_status().then(|| object.clone());
         match kind.decode(object) {
             Ok(object) => {
                 let mended = self.problems.remove(&target).is_some();
@@ -331,17 +339,22 @@ impl CacheState {
                     remedy: "install CustomResourceDefinitions and programs of the same version".to_owned(),
                 };
                 let told = self.problems.insert(target.clone(), problem.clone()) != Some(problem);
-                let item = status.and_then(|status| self.with_status(&target, version, status));
+                let item = whole.and_then(|whole| self.replacement(&target, version, &whole));
                 item.is_some_and(|item| self.view.set(kind, target.key, Some(item))) || told
             }
         }
     }
 
-    /// Returns the present object with the version and the status of a newer one. Otherwise a write of the status would conflict, and the
-    /// user would not learn of the problem. A status that cannot be decoded either is dropped, so that it is written anew.
-    fn with_status(&self, target: &ObjectRef, version: String, status: Value) -> Option<Item> {
-        let mut value = target.kind.encode(&self.view.get(target.kind, &target.key)?)?;
+    /// Returns what is in force in place of an object that cannot be decoded: the last good version, or a policy [`without_egress_ips`]. It
+    /// has the version and the status of the object: otherwise a write of the status would conflict, and the user would not learn of the
+    /// problem. A status that cannot be decoded either is dropped, so that it is written anew.
+    fn replacement(&self, target: &ObjectRef, version: String, whole: &Value) -> Option<Item> {
+        let mut value = match self.view.get(target.kind, &target.key) {
+            Some(present) => target.kind.encode(&present)?,
+            None => without_egress_ips(target.kind, whole)?,
+        };
         value["metadata"]["resourceVersion"] = version.clone().into();
+        let status = whole.get("status").cloned().unwrap_or_default();
         let object = [status, Value::Null].into_iter().find_map(|status| {
             value["status"] = status;
             target.kind.decode(value.clone()).ok()
@@ -362,7 +375,15 @@ impl CacheState {
         for key in &gone {
             self.remove(kind, key, |_| true);
         }
-        !gone.is_empty()
+        self.forget_problems(kind, |key| listed.contains(key)) || !gone.is_empty()
+    }
+
+    /// Forgets the problems of objects that a list of the kind lacks: no notice tells of objects that were deleted while the watch was
+    /// interrupted. Returns whether there were any.
+    fn forget_problems(&mut self, kind: Kind, is_listed: impl Fn(&Key) -> bool) -> bool {
+        let before = self.problems.len();
+        self.problems.retain(|target, _| target.kind != kind || is_listed(&target.key));
+        self.problems.len() < before
     }
 
     /// Replaces the objects of a kind with the objects of a list, except objects that are newer than the list (`is_old` is false).
@@ -378,6 +399,22 @@ impl CacheState {
         }
         changed
     }
+}
+
+/// Returns a policy with only the fields that say which packets it covers; `None` for another kind. A policy without egress IPs is invalid,
+/// so these packets are dropped. Without any policy, they would leave with their nodes' addresses.
+fn without_egress_ips(kind: Kind, policy: &Value) -> Option<Value> {
+    if !matches!(kind, Kind::EgressGatewayPolicy | Kind::EgressPolicy) {
+        return None;
+    }
+    let mut spec = json!({"egressIPPools": []});
+    for field in ["selectors", "destinationCIDRs", "excludedCIDRs"] {
+        if let Some(covered) = policy.get("spec")?.get(field) {
+            spec[field] = covered.clone();
+        }
+    }
+    let metadata = policy.get("metadata");
+    Some(json!({"apiVersion": kind.api_version(), "kind": kind.name(), "metadata": metadata, "spec": spec}))
 }
 
 #[cfg(test)]

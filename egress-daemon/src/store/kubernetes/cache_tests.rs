@@ -1,8 +1,9 @@
 //! Notices, lists and answers in the orders in which a busy API server may send them.
 
 use super::*;
-use egress_objects::api::EgressIPPool;
-use serde_json::json;
+use egress_core::model::OnNoGateway;
+use egress_objects::api::{EgressGatewayPolicy, EgressIPPool, EgressPolicy};
+use egress_objects::translate::{read, read_namespaced};
 
 fn ip(name: &str, uid: &str, version: u64) -> Value {
     json!({"apiVersion": "spillway.io/v1alpha1", "kind": "EgressIP", "spec": {"address": "192.0.2.1"},
@@ -72,10 +73,23 @@ fn an_object_that_is_selected_again_comes_back() {
     let cache = Cache::default();
     listed(&cache, [ip("a", "1", 5)]);
     cache.notice(Kind::EgressIP, Event::Delete(ip("a", "1", 9)));
-    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 9)));
+    cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 8)));
     assert!(is(&cache, &[]));
     cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 10)));
     assert!(is(&cache, &[("a", "10")]));
+}
+
+/// The notice of a lost label has the version that the object has from then on, and the list of all objects shows this version.
+#[test]
+fn an_object_that_lost_its_label_is_there_once_all_are_followed() {
+    let cache = Cache::default();
+    cache.follow(Kind::EgressIP, true);
+    listed(&cache, [ip("a", "1", 5), ip("b", "2", 6)]);
+    cache.notice(Kind::EgressIP, Event::Delete(ip("a", "1", 9)));
+    assert!(is(&cache, &[("b", "6")]));
+    cache.follow(Kind::EgressIP, false);
+    listed(&cache, [ip("a", "1", 9), ip("b", "2", 6)]);
+    assert!(cache.is_whole(Kind::EgressIP) && is(&cache, &[("a", "9"), ("b", "6")]));
 }
 
 #[test]
@@ -137,6 +151,17 @@ fn separate_list_does_not_remove_newer_objects() {
 }
 
 #[test]
+fn a_refused_watch_of_egress_nodes_is_no_connection() {
+    let cache = Cache::default();
+    for (kind, connected) in [(Kind::EgressIP, true), (Kind::EgressNode, false)] {
+        cache.refuses(kind, true);
+        assert_eq!(cache.is_connected(), connected, "{kind}");
+        cache.refuses(kind, false);
+        assert!(cache.is_connected(), "{kind}");
+    }
+}
+
+#[test]
 fn a_watch_event_proves_that_the_api_server_answers_and_a_started_list_does_not() {
     let cache = Cache::default();
     let mut changes = cache.changes();
@@ -162,6 +187,60 @@ fn undecodable_object_keeps_its_last_good_version_and_harms_no_other() {
     assert!(problems.len() == 1 && problems[0].starts_with("EgressIP a: it cannot be decoded"), "{problems:?}");
     cache.notice(Kind::EgressIP, Event::Apply(ip("a", "1", 7)));
     assert!(is(&cache, &[("a", "7"), ("b", "5")]) && cache.problems().is_empty());
+}
+
+#[test]
+fn problem_of_an_object_that_was_deleted_unseen_ends_with_the_next_list() {
+    let cache = Cache::default();
+    let mut changes = cache.changes();
+    let mut broken = ip("a", "1", 6);
+    broken["spec"] = json!({"address": 7});
+    let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n", "labels": 7}});
+    let list_nodes = |nodes: Vec<Value>| {
+        let all = nodes.into_iter().map(Event::InitApply);
+        std::iter::once(Event::Init)
+            .chain(all)
+            .chain([Event::InitDone])
+            .for_each(|event| cache.notice(Kind::Node, event));
+    };
+    listed(&cache, [broken]);
+    list_nodes(vec![node]);
+    assert_eq!(cache.problems().len(), 2);
+    list_nodes(vec![]);
+    assert_eq!(cache.problems().len(), 1, "the problems of other kinds stay");
+    changes.mark_unchanged();
+    listed(&cache, []);
+    assert!(cache.problems().is_empty() && changes.has_changed().unwrap());
+}
+
+/// Its packets must not leave with their nodes' addresses after an agent is restarted.
+#[test]
+fn policy_that_was_never_understood_drops_what_it_covers() {
+    let cache = Cache::default();
+    let of = |kind: Kind, selector: Value, status: Value| {
+        json!({"apiVersion": kind.api_version(), "kind": kind.name(),
+            "metadata": {"name": "p", "namespace": "n", "uid": "1", "generation": 3, "resourceVersion": "5"},
+            "spec": {"selectors": [{"podSelector": selector}], "destinationCIDRs": ["0.0.0.0/0"], "excludedCIDRs": ["10.0.0.0/8"],
+                "egressIPPools": [{"name": "public"}], "distribution": "PerMoon"}, "status": status})
+    };
+    let key = Key::namespaced("n", "p");
+    let good = of(Kind::EgressPolicy, json!({}), json!({"selectedEndpoints": 2}));
+    cache.notice(Kind::EgressPolicy, Event::Apply(good));
+    let found = cache.get(Kind::EgressPolicy, &key).unwrap().downcast::<EgressPolicy>().unwrap();
+    assert_eq!(found.metadata.resource_version.as_deref(), Some("5"));
+    assert_eq!(found.status.as_ref().map(|status| status.selected_endpoints), Some(2));
+    let (policy, problems) = read_namespaced(&found);
+    assert_eq!((policy.on_no_gateway, policy.generation, problems.len()), (OnNoGateway::Drop, 3, 1));
+    assert_eq!((policy.selectors.len(), policy.destinations.len(), policy.excluded.len()), (1, 1, 1));
+    cache.notice(Kind::EgressGatewayPolicy, Event::Apply(of(Kind::EgressGatewayPolicy, json!({}), json!({}))));
+    let found = cache.get(Kind::EgressGatewayPolicy, &key).unwrap().downcast::<EgressGatewayPolicy>().unwrap();
+    assert_eq!(read(&found).0.on_no_gateway, OnNoGateway::Drop);
+    assert_eq!(cache.problems().len(), 2);
+    // Nothing says which pods this one selects.
+    let unclear = of(Kind::EgressPolicy, json!("all"), json!({}));
+    let other = Cache::default();
+    other.notice(Kind::EgressPolicy, Event::Apply(unclear));
+    assert!(other.get(Kind::EgressPolicy, &key).is_none() && other.problems().len() == 1);
 }
 
 /// The controller reports the problem in the status.

@@ -22,6 +22,8 @@ const REQUEST: Duration = Duration::from_secs(10);
 /// a returning API server at the same moment.
 const RETRY: Duration = Duration::from_millis(100);
 const RETRY_AT_MOST: Duration = Duration::from_secs(10);
+/// The time without an error after which a watch that had failed counts as resumed.
+const QUIET: Duration = Duration::from_secs(5);
 /// The interval at which the API server is checked for an answer. An idle agent sends no other requests.
 const ASK: Duration = Duration::from_secs(20);
 /// The interval at which the cluster is checked for an optional kind that it lacked.
@@ -152,10 +154,24 @@ async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) 
     let kind = watched.kind;
     let mut events = pin!(watcher(api(client.clone(), kind), watched.config(part)));
     let mut retry = Retry::default();
-    while let Some(event) = events.next().await {
+    let mut is_refused = false;
+    loop {
+        let event = match tokio::time::timeout(QUIET, events.next()).await {
+            Ok(Some(event)) => event,
+            Ok(None) => return,
+            // A resumed watch is silent until an object changes, and a refused one fails immediately.
+            Err(_) => {
+                if std::mem::take(&mut is_refused) {
+                    cache.refuses(kind, false);
+                }
+                continue;
+            }
+        };
         let event = match event {
             Ok(event) => event,
             Err(error) => {
+                is_refused = true;
+                cache.refuses(kind, true);
                 tracing::debug!(%kind, %error, "the watch failed");
                 if kind.names_networks() && is_closed(of_api(&error)) {
                     cache.absent(kind);
@@ -175,8 +191,13 @@ async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) 
                 continue;
             }
         };
-        if !matches!(event, Event::Init) && retry.is_over() {
-            tracing::info!("{kind} objects are watched again");
+        if proves_success(&event) {
+            if retry.is_over() {
+                tracing::info!("{kind} objects are watched again");
+            }
+            if std::mem::take(&mut is_refused) {
+                cache.refuses(kind, false);
+            }
         }
         cache.notice(
             kind,
@@ -189,6 +210,12 @@ async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) 
             },
         );
     }
+}
+
+/// Returns whether an event proves that the watch works. Objects of a list do not: a later page of the list may fail again and again, and
+/// each new attempt begins with the first page.
+fn proves_success<T>(event: &Event<T>) -> bool {
+    !matches!(event, Event::Init | Event::InitApply(_))
 }
 
 /// Checks periodically whether the API server answers. A frozen server keeps its connections, and its watches are silent as if no object
@@ -323,5 +350,16 @@ impl Retry {
     /// Records a success. Returns whether it follows a failure.
     fn is_over(&mut self) -> bool {
         std::mem::take(&mut self.failures) > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_end_of_a_list_resets_the_backoff() {
+        let events = [Event::Init, Event::InitApply(()), Event::InitDone, Event::Apply(()), Event::Delete(())];
+        assert_eq!(events.each_ref().map(proves_success), [false, false, true, true, true]);
     }
 }
