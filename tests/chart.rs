@@ -108,13 +108,8 @@ fn helm_and_kustomize_make_the_same_objects() {
     let (Some(helm), Some(kubectl)) = (tool(lab::test_name!(), "helm"), tool(lab::test_name!(), "kubectl")) else {
         return;
     };
-    let everything = [
-        "ipv6Only=true",
-        "config.foreignKinds={cilium,antrea}",
-        "monitoring.serviceMonitor=true",
-        "monitoring.rules=true",
-    ];
-    let with = ["ipv6-only", "cilium", "antrea", "monitoring"];
+    let everything = ["config.foreignKinds={cilium,antrea}", "monitoring.serviceMonitor=true", "monitoring.rules=true"];
+    let with = ["cilium", "antrea", "monitoring"];
     for (values, components) in [(&[][..], &[][..]), (&everything[..], &with[..])] {
         let (chart, base) = (objects(&rendered(&helm, values).unwrap()), objects(&kustomized(&kubectl, components)));
         let mut expected = base;
@@ -157,6 +152,22 @@ fn values_of_the_chart_take_effect_and_wrong_ones_are_refused() {
         "config.lease.renewal=5s",
     ] {
         assert!(rendered(&helm, &[wrong]).is_err(), "{wrong} is accepted");
+    }
+}
+
+/// An agent that could create or replace an EgressNode would lease itself port blocks, and name networks for all nodes.
+#[test]
+fn agents_may_write_no_spec() {
+    let text = std::fs::read_to_string(workspace::root().join("manifests/base/agent-rbac.yaml")).unwrap();
+    let objects = objects(&text);
+    let rules = objects["ClusterRole  spillway-agent"]["rules"].as_array().unwrap();
+    let has = |rule: &Value, field: &str, wanted: &[&str]| {
+        rule[field].as_array().unwrap().iter().any(|one| wanted.contains(&one.as_str().unwrap()))
+    };
+    for rule in rules {
+        let of_ours = has(rule, "apiGroups", &["spillway.io", "*"]);
+        let writes = has(rule, "verbs", &["create", "update", "patch", "delete", "deletecollection", "*"]);
+        assert!(!of_ours || !writes || rule["resources"] == json!(["egressnodes/status"]), "{rule}");
     }
 }
 

@@ -105,9 +105,8 @@ pub async fn run(bpffs: &Path, Options { force, release, keep_logs }: Options) -
     detach_filters(&before, &mut report).await?;
     remove_pins(&before, &mut report);
     remove_from_host(&files, &mut report).await?;
-    for file in [files.socket(), files.sysctls()] {
-        report.note(file.display(), fs::remove_file(&file));
-    }
+    // The journal of sysctls is removed once it is empty. A setting that could not be restored stays in it, for the next cleanup.
+    report.note(files.socket().display(), fs::remove_file(files.socket()));
     for log in [files.log(), files.flows()].into_iter().filter(|_| !keep_logs) {
         report.note(log.display(), fs::remove_dir_all(&log));
     }

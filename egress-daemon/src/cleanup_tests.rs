@@ -100,6 +100,15 @@ fn made_and_removed(test: &'static str, mode: Mode, programs: &'static [(&'stati
             assert!(!bpffs.exists());
             assert!(!RunFiles::of(bpffs).lock().exists());
             assert_eq!(inventory::take(&pins).await.unwrap(), Inventory::default());
+
+            // No process can set this key, so its restoration fails.
+            let journal = RunFiles::of(bpffs).sysctls();
+            fs::write(&journal, r#"{"kernel/ostype": {"previous": "other", "set": "Linux"}}"#).unwrap();
+            for _ in 0..2 {
+                let failed = run(bpffs, Options::default()).await.unwrap().failed;
+                assert!(matches!(&failed[..], [one] if one.contains("kernel/ostype")), "{failed:?}");
+            }
+            fs::remove_file(journal).unwrap();
             assert_eq!(run(bpffs, Options::default()).await.unwrap(), CleanupReport::default());
         });
     })

@@ -6,6 +6,8 @@
 mod read;
 mod values;
 
+pub use values::socket_address;
+
 use crate::{flowlog::FlowLog, store::Kind};
 use egress_common::{abi, limits};
 use egress_core::{

@@ -8,7 +8,7 @@ use clap_complete::Shell;
 use egress_daemon::{
     check,
     cleanup::{self, Options},
-    config::{Config, Foreign},
+    config::{Config, Foreign, socket_address},
     ctl::{DEFAULT_BPFFS, Output, message, print::show},
     observe::logs::{self, LogFormat},
     store::{Files, Kind, Kubernetes, Reader, Store},
@@ -160,7 +160,7 @@ struct Common {
 #[derive(Args)]
 struct Serving {
     /// Serve /metrics, /healthz and /readyz here, for example 127.0.0.1:9473
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = socket_address)]
     metrics: Option<SocketAddr>,
 }
 
@@ -385,6 +385,7 @@ mod tests {
             "agent --node worker1 --manifests /m --with-controller --config /c.yaml --bpffs /sys/fs/bpf/x --metrics [::1]:9",
             "agent --node worker1 --kubeconfig /k --log debug --log-format json",
             "controller --manifests /m --metrics 127.0.0.1:9473",
+            "agent --node worker1 --manifests /m --metrics=[192.0.2.7]:9473",
             "controller --foreign cilium --foreign antrea",
             "check -o json --bpffs /sys/fs/bpf/x",
             "cleanup --force --bpffs /sys/fs/bpf/x",

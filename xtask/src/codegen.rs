@@ -181,12 +181,9 @@ fn component_toleration(rest: &str, lines: &[String]) -> bool {
         && lines.last().is_some_and(|line| line.contains("tolerations: {{"))
 }
 
-/// Returns the arguments of a container, with addresses and log options from the values.
+/// Returns the arguments of a container, with log options from the values.
 fn arguments(line: &str) -> String {
-    let by_family = |v4: &str, v6: &str| format!("{{{{ if .Values.ipv6Only }}}}{v6}{{{{ else }}}}{v4}{{{{ end }}}}");
-    line.replace("$(NODE_IP):9473", &by_family("$(NODE_IP):9473", "[$(NODE_IP)]:9473"))
-        .replace("0.0.0.0:9473", &by_family("0.0.0.0:9473", "[::]:9473"))
-        .replace("--log=info", "\"--log={{ .Values.log.level }}\"")
+    line.replace("--log=info", "\"--log={{ .Values.log.level }}\"")
         .replace("--log-format=human", "\"--log-format={{ .Values.log.format }}\"")
 }
 

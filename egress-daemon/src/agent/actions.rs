@@ -32,6 +32,11 @@ use std::{
     time::Duration,
 };
 
+/// The time in which a controller has usually created the object of a node that joins.
+const OBJECT_WITHIN: Duration = Duration::from_secs(5);
+/// Why the status of a node that joins is not written yet.
+const NO_OBJECT: &str = "this node has no EgressNode yet, so its status waits";
+
 /// Returns the inputs that determine where programs are attached.
 pub(super) fn wanted(
     rules: InterfaceRules,
@@ -263,16 +268,11 @@ impl Agent {
         // Read the current object. The observed one may lack this agent's last write, and the next write would then conflict.
         let present = store.get::<EgressNode>(&Key::cluster(self.node.as_str()));
         let Some(present) = present.map(Arc::unwrap_or_clone) else {
-            let object = EgressNode::joining(self.node.as_str(), self.machine.facts().is_named());
-            // The status is written once the cache has the object.
-            self.machine.handle_news();
-            return self.writing.begin_task(async move {
-                // The controller also creates this object. Check first, because refused writes add up when many nodes join.
-                match store.has::<EgressNode>(&Key::of(&object)).await {
-                    true => Ok(()),
-                    false => store.create(&object).await.map(drop),
-                }
-            });
+            // The controller creates the object. Its appearance leads to a round, and each round to a report.
+            if self.now() >= OBJECT_WITHIN && self.status_writes.is_news(NO_OBJECT) {
+                tracing::info!("{NO_OBJECT}: a controller that runs creates it, if the node has a Node object");
+            }
+            return self.machine.handle_status(true);
         };
         let status = status::status(self, present.status.as_ref(), Timestamp::now());
         let settled =

@@ -77,6 +77,8 @@ pub struct Options {
 
 /// The number of probe intervals after which every node knows that this node no longer answers, and the next carrier has announced itself.
 const NOTICE: u32 = 10;
+/// The longest wait for this when the agent stops. The rest of the pod's grace period (10 s) is for a cleanup of the node.
+const NOTICE_AT_MOST: Duration = Duration::from_secs(3);
 
 /// After a turn that read objects, changes wait for this many times its duration, at most [`REST_AT_MOST`]. Such a turn's cost grows with
 /// the cluster, so that thousands of successive changes would otherwise keep a processor busy.
@@ -263,7 +265,7 @@ impl Agent {
         if self.machine.handle_stop(self.now()) {
             self.carry_all_out().await;
             self.log_errors();
-            tokio::time::sleep(self.settings.machine.probe.interval * NOTICE).await;
+            tokio::time::sleep(notice(self.settings.machine.probe.interval)).await;
         }
         self.hooks.stop().await;
         Ok(())
@@ -337,6 +339,11 @@ impl Agent {
     }
 }
 
+/// Returns how long a stopping agent waits for the other nodes to notice.
+fn notice(probe_interval: Duration) -> Duration {
+    probe_interval.saturating_mul(NOTICE).min(NOTICE_AT_MOST)
+}
+
 /// Waits for a change of the objects, but not before `rest_until`. Cancel safe.
 async fn objects_changed(changes: &mut Changes, rest_until: Instant) {
     tokio::time::sleep_until(rest_until.into()).await;
@@ -348,5 +355,16 @@ async fn lease_changed(lease: &mut Option<LeaseKeeper>) {
     match lease {
         Some(lease) => lease.changed().await,
         None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stop_leaves_time_for_a_cleanup_however_rare_probes_are() {
+        assert_eq!(notice(Duration::from_millis(200)), Duration::from_secs(2));
+        assert_eq!(notice(Duration::from_secs(60)), Duration::from_secs(3));
     }
 }

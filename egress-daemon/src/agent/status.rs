@@ -142,7 +142,7 @@ mod tests {
             (0..2_000).map(|n| format!("policy {n}: it has an error of some length — é")).collect();
         let unnamed = (0..=255).map(|n| (ipnet::IpNet::from(IpAddr::from([10, 0, 0, n])), "x".repeat(400))).collect();
         let now = Timestamp::UNIX_EPOCH;
-        let mut object = api::EgressNode::joining("worker1", true);
+        let mut object = api::EgressNode::new("worker1", api::EgressNodeSpec::default());
         let conditions = vec![ready(&errors, None, now), networks(&unnamed, None, now)];
         object.status = Some(EgressNodeStatus { conditions, ..Default::default() });
         let crds = api::crds();

@@ -3,7 +3,7 @@
 use super::{
     CheckLine, CheckStatus,
     judge::{TESTED, bad, of_kernel, ok, version},
-    pre::{ClusterFacts, NodeFacts},
+    pre::{ClusterFacts, NodeFacts, PodFacts},
 };
 use crate::{config::Config, ctl::print::first_of};
 use std::net::IpAddr;
@@ -18,18 +18,18 @@ const NAMES: usize = 5;
 /// Returns the lines of all checks.
 pub(super) fn judge(facts: &ClusterFacts, config: &Config) -> Vec<CheckLine> {
     let mut lines = vec![kubernetes(facts)];
-    lines.extend(nodes(facts));
-    lines.push(pod_networks(facts));
-    lines.push(service_networks(facts, config));
-    lines.push(match facts.cnis.as_slice() {
+    lines.extend(facts.nodes.iter().flat_map(|found| nodes(found)));
+    lines.extend(facts.pods.as_ref().map(pod_networks));
+    lines.extend(facts.services.as_ref().map(|found| service_networks(found, facts, config)));
+    lines.extend(facts.cnis.as_ref().map(|found| match found.as_slice() {
         [] => ok("cni", "no DaemonSet of a known CNI; any CNI that gives each pod an interface on the host works"),
         found => ok("cni", format!("{}; docs/networks.md lists what was tested with it", found.join(", "))),
-    });
+    }));
     lines.extend(others(facts));
-    lines.push(match facts.definitions.as_slice() {
+    lines.extend(facts.definitions.as_ref().map(|found| match found.as_slice() {
         [] => ok("kinds", "none of Spillway's kinds is installed yet"),
         found => ok("kinds", format!("Spillway's kinds are already installed: {}", first_of(found, NAMES))),
-    });
+    }));
     lines.extend(pod_security(facts));
     let unread = |why: &String| {
         let remedy =
@@ -50,8 +50,8 @@ fn kubernetes(facts: &ClusterFacts) -> CheckLine {
     bad("kubernetes", CheckStatus::Fail, found, remedy)
 }
 
-fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
-    let linux: Vec<&NodeFacts> = facts.nodes.iter().filter(|node| node.system == "linux").collect();
+fn nodes(found: &[NodeFacts]) -> Vec<CheckLine> {
+    let linux: Vec<&NodeFacts> = found.iter().filter(|node| node.system == "linux").collect();
     let name = |node: &&NodeFacts| node.name.clone();
     let line = |check, wrong: Vec<String>, good: String, found: &str, status, remedy: &str| {
         if wrong.is_empty() {
@@ -64,7 +64,7 @@ fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
     let worst = old.iter().map(|(status, _)| *status).max().unwrap_or(CheckStatus::Ok);
     let old = old.into_iter().map(|(_, node)| format!("{} ({})", node.name, node.release)).collect();
     let foreign = linux.iter().filter(|node| !ARCHITECTURES.contains(&node.architecture.as_str()));
-    let other = facts.nodes.iter().filter(|node| node.system != "linux");
+    let other = found.iter().filter(|node| node.system != "linux");
     let mut lines = vec![
         line(
             "kernel",
@@ -91,22 +91,19 @@ fn nodes(facts: &ClusterFacts) -> Vec<CheckLine> {
     lines
 }
 
-fn pod_networks(facts: &ClusterFacts) -> CheckLine {
-    if facts.unnamed.is_empty() {
-        return ok(
-            "networks",
-            format!("the podCIDRs of Nodes contain the addresses of all {} pods that were examined", facts.pods),
-        );
-    }
-    let example = facts.unnamed.first().map(IpAddr::to_string).unwrap_or_default();
-    let found = format!("{} addresses of pods are in no Node's podCIDRs, such as {example}", facts.unnamed.len());
+fn pod_networks(PodFacts { examined, unnamed }: &PodFacts) -> CheckLine {
+    let Some(example) = unnamed.first() else {
+        let found = format!("the podCIDRs of Nodes contain the addresses of all {examined} pods that were examined");
+        return ok("networks", found);
+    };
+    let found = format!("{} addresses of pods are in no Node's podCIDRs, such as {example}", unnamed.len());
     let remedy = "nothing, if the CNI names its networks (Calico, Cilium, Antrea, Kube-OVN): Spillway reads them. Otherwise the \
                   controller reports each such pod to all agents; to avoid that, write the pods' networks into exceptCIDRs";
     bad("networks", CheckStatus::Warn, found, remedy)
 }
 
-fn service_networks(facts: &ClusterFacts, config: &Config) -> CheckLine {
-    if let Some(services) = facts.services.as_ref().filter(|services| !services.is_empty()) {
+fn service_networks(services: &[String], facts: &ClusterFacts, config: &Config) -> CheckLine {
+    if !services.is_empty() {
         return ok("networks", format!("Services are in {}", first_of(services, NAMES)));
     }
     let address: Option<IpAddr> = facts.api_server.as_ref().and_then(|address| address.parse().ok());
@@ -148,10 +145,12 @@ mod tests {
     fn good() -> ClusterFacts {
         ClusterFacts {
             version: "1.36".into(),
-            nodes: vec![node("n1", "6.1.0-18-amd64", "amd64"), node("n2", "6.12.3", "arm64")],
-            pods: 12,
+            nodes: Some(vec![node("n1", "6.1.0-18-amd64", "amd64"), node("n2", "6.12.3", "arm64")]),
+            pods: Some(PodFacts { examined: 12, unnamed: vec![] }),
             services: Some(vec!["10.96.0.0/16".into()]),
             api_server: Some("10.96.0.1".into()),
+            definitions: Some(vec![]),
+            cnis: Some(vec![]),
             ..ClusterFacts::default()
         }
     }
@@ -178,22 +177,35 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_said_of_facts_that_were_not_read() {
+        let all = judge(&good(), &Config::default());
+        let checks: Vec<&str> = all.iter().map(|line| line.check).collect();
+        let expected = ["kubernetes", "kernel", "architecture", "networks", "networks", "cni", "kinds"];
+        assert_eq!(checks, expected);
+        let facts =
+            ClusterFacts { version: "1.36".into(), unread: vec!["Nodes: forbidden".into()], ..Default::default() };
+        let checks: Vec<_> = judge(&facts, &Config::default()).iter().map(|line| line.check).collect();
+        assert_eq!(checks, ["kubernetes", "access"]);
+    }
+
+    #[test]
     fn obstacles_in_a_cluster_are_reported_with_remedies() {
         use CheckStatus::{Fail, Warn};
         finds(|facts| facts.version = "1.31".into(), "kubernetes", Fail, &["1.31", "1.32 or later"]);
         finds(|facts| facts.version = "1.9".into(), "kubernetes", Fail, &["1.9"]);
         let old = |n: usize| node(&format!("old{n}"), "5.15.0", "amd64");
-        finds(|facts| facts.nodes.extend((0..7).map(old)), "kernel", Fail, &["old0 (5.15.0)", "old4", "and 2 more"]);
-        finds(|facts| facts.nodes.push(node("s1", "6.8.0", "s390x")), "architecture", Fail, &["s1", "image"]);
+        let add = |facts: &mut ClusterFacts, nodes: Vec<NodeFacts>| facts.nodes.as_mut().unwrap().extend(nodes);
+        finds(|facts| add(facts, (0..7).map(old).collect()), "kernel", Fail, &["old0 (5.15.0)", "old4", "and 2 more"]);
+        finds(|facts| add(facts, vec![node("s1", "6.8.0", "s390x")]), "architecture", Fail, &["s1", "image"]);
         let windows = NodeFacts { system: "windows".into(), ..node("w1", "10.0.20348", "amd64") };
-        finds(|facts| facts.nodes.push(windows), "system", Warn, &["w1"]);
+        finds(|facts| add(facts, vec![windows]), "system", Warn, &["w1"]);
         finds(
-            |facts| facts.unnamed = vec![IpAddr::from([10, 9, 0, 1])],
+            |facts| facts.pods.as_mut().unwrap().unnamed = vec![IpAddr::from([10, 9, 0, 1])],
             "networks",
             Warn,
             &["10.9.0.1", "exceptCIDRs"],
         );
-        finds(|facts| facts.services = None, "networks", Warn, &["10.96.0.1", "--service-cluster-ip-range"]);
+        finds(|facts| facts.services = Some(vec![]), "networks", Warn, &["10.96.0.1", "--service-cluster-ip-range"]);
         finds(
             |facts| facts.others = vec![("Egress", 3)],
             "gateways",
@@ -216,7 +228,7 @@ mod tests {
 
     #[test]
     fn service_network_in_except_cidrs_is_not_a_finding() {
-        let facts = ClusterFacts { services: None, ..good() };
+        let facts = ClusterFacts { services: Some(vec![]), ..good() };
         let config = Config::parse("test", b"exceptCIDRs: [10.96.0.0/12]").unwrap();
         assert!(judge(&facts, &config).iter().all(|line| line.status == CheckStatus::Ok));
     }

@@ -204,6 +204,7 @@ fn values_out_of_range_are_refused() {
     refused("probe: {count: 0}", "probe.count", &["1 to 16"]);
     refused("probe: {interval: 1ms}", "probe.interval", &["10ms"]);
     refused("metrics: 9473", "metrics", &["127.0.0.1:9473"]);
+    refused("metrics: '[127.0.0.1]'", "metrics", &["127.0.0.1:9473"]);
     refused("maxEgressIPsPerNode: 0", "maxEgressIPsPerNode", &["1 to 255"]);
     refused("maxEgressIPsPerNode: 256", "maxEgressIPsPerNode", &["1 to 255"]);
     refused("drainTimeout: 0s", "drainTimeout", &["1s"]);
@@ -253,5 +254,16 @@ fn documented_defaults_match_the_actual_defaults() {
                 if field.contains('.') { (field.replace('.', ": {"), "}") } else { (field.clone(), "") };
             assert_eq!(parse(&format!("{section}: {default}{end}")), Config::default(), "{field}: {default}");
         }
+    }
+}
+
+#[test]
+fn brackets_are_accepted_around_addresses_of_both_families() {
+    let parsed = |text: &str| super::socket_address(text).map(|address| address.to_string()).ok();
+    for (text, address) in [("[192.0.2.7]:9473", "192.0.2.7:9473"), ("[2001:db8::7]:9473", "[2001:db8::7]:9473")] {
+        assert_eq!(parsed(text).as_deref(), Some(address));
+    }
+    for text in ["[192.0.2.7]", "[[192.0.2.7]]:9473", "[]:9473", "192.0.2.7]:9473"] {
+        assert_eq!(parsed(text), None, "{text}");
     }
 }

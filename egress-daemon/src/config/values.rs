@@ -2,7 +2,12 @@
 
 use egress_core::health::ProbeTracker;
 use serde_json::Value;
-use std::{fmt::Display, net::SocketAddr, str::FromStr, time::Duration};
+use std::{
+    fmt::Display,
+    net::{AddrParseError, SocketAddr, SocketAddrV4},
+    str::FromStr,
+    time::Duration,
+};
 
 /// The bounds of `maxFlows`. Below them, ordinary pods run out of flows; above them, the tables need more than 4 GiB.
 pub(super) const FLOWS: std::ops::RangeInclusive<u64> = 1_024..=16_777_216;
@@ -80,8 +85,17 @@ pub(super) fn interface(value: &Value) -> Result<String, Refusal> {
     }
 }
 
+/// Parses an address and a port. Accepts brackets around an IPv4 address too: a manifest does not know the family of `$(NODE_IP)`.
+pub fn socket_address(text: &str) -> Result<SocketAddr, AddrParseError> {
+    let parts = text.strip_prefix('[').and_then(|rest| rest.split_once("]:"));
+    match parts.map(|(host, port)| format!("{host}:{port}").parse::<SocketAddrV4>()) {
+        Some(Ok(v4)) => Ok(v4.into()),
+        _ => text.parse(),
+    }
+}
+
 pub(super) fn address(value: &Value) -> Result<SocketAddr, Refusal> {
-    string(value).and_then(|text| text.parse().ok()).ok_or_else(|| {
+    string(value).and_then(|text| socket_address(text).ok()).ok_or_else(|| {
         let remedy = "write an address and a port, such as \"127.0.0.1:9473\" or \"[::]:9473\"";
         (format!("{} is not an address to listen on", shown(value)), remedy.to_owned())
     })

@@ -18,7 +18,7 @@ pub(super) fn add(desired: &mut Desired, objects: &ApiObjects, problems: &[Store
             let sentence = match object.kind {
                 // Objects of these kinds are not rejected at this point; their unknown fields are ignored.
                 Kind::CiliumEgressGatewayPolicy | Kind::Egress | Kind::ExternalIPPool => problem.to_string(),
-                _ => format!("the last good version is in force: {problem}"),
+                _ => format!("the last good version, if there is one, is in force: {problem}"),
             };
             of_object.entry((object.kind, object.key.to_string())).or_default().push(sentence);
         }

@@ -36,6 +36,8 @@ const NUMBERS_WITHIN: Duration = Duration::from_secs(5);
 /// The pause after each write that changed only numbers. It allows one such write a second on average, however many policies and pods there
 /// are, because each is sent to every agent.
 const PER_NUMBER: Duration = Duration::from_secs(1);
+/// How long a round may still take when the controller stops: the timeout of a write.
+const LAST_ROUND: Duration = Duration::from_secs(5);
 /// The interval of rounds that nothing requires.
 const RESYNC: Duration = Duration::from_secs(60);
 
@@ -75,6 +77,9 @@ pub(crate) fn objects(store: &Store) -> ApiObjects {
 }
 
 /// Runs a controller on a store until `stop` is ready, then releases its leadership. `report` always has the controller's current state.
+///
+/// A round that then takes too long is cut off. Its writes may still arrive, so the leadership is not released but lapses: the next leader
+/// must see these writes before it plans.
 pub async fn run(
     store: Store,
     config: ControllerConfig,
@@ -92,7 +97,16 @@ pub async fn run(
     let mut controller = Controller::new(store, config, terms.key, report);
     let mut stop = pin!(stop);
     loop {
-        let next = controller.wake(keeper.held()).await;
+        let next = {
+            let mut wake = pin!(controller.wake(keeper.held()));
+            tokio::select! {
+                next = &mut wake => next,
+                () = &mut stop => match tokio::time::timeout(LAST_ROUND, wake).await {
+                    Ok(_) => break,
+                    Err(_) => return,
+                },
+            }
+        };
         tokio::select! {
             () = changes.next() => {}
             () = keeper.changed() => {}

@@ -15,7 +15,7 @@ use egress_core::{
     plan::plan,
 };
 use egress_objects::api::Pod;
-use egress_objects::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressIPStatus, EgressNode};
+use egress_objects::api::{EgressGatewayPolicy, EgressIP, EgressIPPool, EgressIPStatus, EgressNode, EgressNodeSpec};
 use egress_objects::snapshot::{ApiObjects, Desired, desired, previous, snapshot};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use k8s_openapi::jiff::Timestamp;
@@ -240,7 +240,7 @@ async fn invalid_policy_is_degraded_and_its_last_good_version_stays_in_force() {
     assert_eq!(degraded.0, "True");
     assert_eq!(
         degraded.2,
-        "the last good version is in force: policy.yaml, document 1, EgressGatewayPolicy web, spec.destinationCIDRs[0]: \
+        "the last good version, if there is one, is in force: policy.yaml, document 1, EgressGatewayPolicy web, spec.destinationCIDRs[0]: \
          \"203.0.113.7/24\" has bits set beyond its prefix: write the network with zeroes there, such as 203.0.113.0/24, or /32 (IPv6: /128) for the single address"
     );
     assert_eq!(condition(&world.store, "Ready").unwrap().0, "True");
@@ -344,8 +344,10 @@ fn wanted(store: &Store) -> (ApiObjects, Desired) {
 #[tokio::test]
 async fn gateways_object_is_visible_to_agents_before_an_egress_ip_names_it() {
     let world = ControllerFixture::new();
-    // One gateway's agent has already created its object.
-    world.store.create(&EgressNode::joining("gw1", false)).await.unwrap();
+    // One gateway has joined before it became a gateway, so that only its own agent follows its object.
+    let mut joined = EgressNode::new("gw1", EgressNodeSpec::default());
+    joined.set_followed_by(false);
+    world.store.create(&joined).await.unwrap();
     let scope = Scope { which: Differences::All, waiting: &BTreeSet::new() };
     let applied = apply(&world.store, wanted(&world.store).1, scope, Vec::new()).await;
     assert!(applied.errors.is_empty(), "{:?}", applied.errors);

@@ -34,7 +34,7 @@ use prometheus_client::{
 use std::{
     collections::BTreeMap,
     fmt, io,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -334,7 +334,13 @@ impl MetricsServer {
         others: impl FnOnce(u16) -> Router,
     ) -> Result<Self, ServeError> {
         let failed = |source| ServeError { address, source };
-        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let listener = match TcpListener::bind(address).await {
+            Err(error) if is_without_ipv6(address, &error) => {
+                TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await
+            }
+            other => other,
+        };
+        let listener = listener.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let mut registry = Registry::default();
         registry.register_collector(Box::new(sources.clone()));
@@ -349,6 +355,12 @@ impl MetricsServer {
         tracing::info!("metrics are served on http://{address}/metrics");
         Ok(Self { address, _task: task })
     }
+}
+
+/// Returns whether `[::]`, which stands for all addresses of both families, cannot be listened on because IPv6 is disabled.
+fn is_without_ipv6(address: SocketAddr, error: &io::Error) -> bool {
+    let disabled = matches!(error.raw_os_error(), Some(libc::EAFNOSUPPORT | libc::EADDRNOTAVAIL));
+    address.is_ipv6() && address.ip().is_unspecified() && disabled
 }
 
 /// All metrics. Each encoding reads the agent's tables, so only one runs at a time, for all clients whose requests came before it began.

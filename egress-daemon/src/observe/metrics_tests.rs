@@ -27,6 +27,14 @@ fn every_drop_reason_is_documented_in_troubleshooting() {
     }
 }
 
+#[test]
+fn all_addresses_are_those_of_ipv4_where_ipv6_is_disabled() {
+    let refused = |address: &str, code| is_without_ipv6(address.parse().unwrap(), &io::Error::from_raw_os_error(code));
+    assert!(refused("[::]:9473", libc::EAFNOSUPPORT) && refused("[::]:9473", libc::EADDRNOTAVAIL));
+    assert!(!refused("[::]:9473", libc::EADDRINUSE), "another process has the port");
+    assert!(!refused("[2001:db8::1]:9473", libc::EADDRNOTAVAIL), "a node without its address");
+}
+
 fn agent() -> AgentState {
     let gateway = |name: &str, probe, rtt_micros| GatewayState {
         name: name.into(),

@@ -25,9 +25,6 @@ use serde_json::Value;
 use std::sync::Arc;
 use tokio::sync::watch;
 
-/// The number of attempts of [`Store::update_status`].
-const UPDATE_ATTEMPTS: usize = 8;
-
 /// The implementation of a store. Writes take objects as JSON values. Reads from the cache return `Arc`s of the kind's Rust type.
 pub(crate) trait Backend: Send + Sync {
     /// Returns the objects of a kind, sorted by key.
@@ -51,8 +48,6 @@ pub(crate) trait Backend: Send + Sync {
     fn changes(&self) -> watch::Receiver<u64>;
     /// Waits until `list` shows all writes of Spillway's processes before the call.
     fn refresh(&self) -> BoxFuture<'static, ()>;
-    /// Returns whether the source has an object, even if `get` does not show it yet. Afterwards, `get` shows it.
-    fn has(&self, target: ObjectRef) -> BoxFuture<'static, bool>;
     /// Writes an object, and returns the result. By then, `list` shows the write.
     fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>>;
     /// Notes an event about an object for users, if the backend has a place for it. Does not wait.
@@ -229,12 +224,6 @@ impl Store {
         self.backend.refresh().await;
     }
 
-    /// Returns whether the source has an object, even if [`Store::get`] does not show it yet. Afterwards, [`Store::get`] shows it. Returns
-    /// `false` if the source does not answer.
-    pub async fn has<T: Stored>(&self, key: &Key) -> bool {
-        self.backend.has(ObjectRef { kind: T::KIND, key: key.clone() }).await
-    }
-
     /// Returns the problems of the source of the objects, such as broken files. The last good version of an object with a problem stays in
     /// force.
     pub fn problems(&self) -> Vec<StoreProblem> {
@@ -277,25 +266,6 @@ impl Store {
     /// Deletes an object, if `metadata.resourceVersion` is still that of `object`.
     pub async fn delete<T: Stored>(&self, object: &T) -> Result<(), StoreError> {
         self.write(Verb::Delete, object).await.map(|_: T| ())
-    }
-
-    /// Reads an object, changes its status and replaces the status. Retries with the newest version if another writer was faster. For
-    /// writers that own a status while others write the rest of the object.
-    pub async fn update_status<T: Stored>(&self, key: &Key, change: impl Fn(&mut T)) -> Result<T, StoreError> {
-        let target = ObjectRef { kind: T::KIND, key: key.clone() };
-        let mut error = StoreError::NotFound(target);
-        for _ in 0..UPDATE_ATTEMPTS {
-            if let Some(object) = self.get::<T>(key) {
-                let mut object = object.as_ref().clone();
-                change(&mut object);
-                match self.replace_status(&object).await {
-                    Err(conflict) if conflict.is_conflict() => error = conflict,
-                    done => return done,
-                }
-            }
-            self.refresh().await;
-        }
-        Err(error)
     }
 
     /// Notes an event about an object for users: as an Event in a cluster. A directory ignores it.

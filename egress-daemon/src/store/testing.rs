@@ -15,6 +15,8 @@ pub(crate) type Refuse = fn(ObjectRef) -> StoreError;
 pub(crate) struct Script {
     /// The writes to refuse, and their errors.
     pub(crate) refused: Mutex<Vec<(Verb, ObjectRef, Refuse)>>,
+    /// The object whose writes never end.
+    pub(crate) stuck: Mutex<Option<ObjectRef>>,
     /// All writes that were requested.
     pub(crate) writes: Mutex<Vec<(Verb, ObjectRef)>>,
     /// All notes for users.
@@ -84,12 +86,11 @@ impl Backend for Scripted {
         self.inner.refresh()
     }
 
-    fn has(&self, target: ObjectRef) -> BoxFuture<'static, bool> {
-        self.inner.has(target)
-    }
-
     fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>> {
         self.script.writes.lock().unwrap().push((write.verb, write.target.clone()));
+        if self.script.stuck.lock().unwrap().as_ref() == Some(&write.target) {
+            return Box::pin(std::future::pending());
+        }
         let refused = self.script.refused.lock().unwrap();
         match refused.iter().find(|(verb, target, _)| (*verb, target) == (write.verb, &write.target)) {
             Some((_, target, why)) => {

@@ -2,6 +2,7 @@
 
 mod links;
 mod rust;
+mod yaml;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -53,6 +54,7 @@ pub fn rules() -> Result<()> {
     let tree = files()?;
     let mut findings = rust::check(&tree);
     findings.extend(links::check(&tree));
+    findings.extend(yaml::check(&tree));
     findings.sort();
     if findings.is_empty() {
         step.end("✓", &format!("{} files", tree.len()));

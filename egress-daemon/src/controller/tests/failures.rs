@@ -1,6 +1,7 @@
 //! Tests of writes that fail repeatedly.
 
 use super::*;
+use crate::store::lease::CONTROLLER_LEASE;
 use crate::store::testing::{Script, scripted};
 use crate::store::{ObjectRef, StoreError, Stored, Verb};
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
@@ -93,4 +94,19 @@ async fn lease_of_a_gateway_is_deleted_when_its_node_is_gone() {
     script.refused.lock().unwrap().clear();
     world.until(|store| store.get::<Lease>(&key).is_none().then_some(())).await;
     assert!(world.store.get::<Lease>(&Key::namespaced(LEASE_NAMESPACE, &gateway_lease("gw1"))).is_some());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stop_cuts_off_a_round_that_hangs_and_lets_the_leadership_lapse() {
+    let mut world = ControllerFixture::new();
+    let script = Arc::new(Script::default());
+    let node = target::<EgressNode>("w1");
+    *script.stuck.lock().unwrap() = Some(node.clone());
+    let running = controller_on(scripted(&Files::open(world.path()).unwrap(), script.clone()), "one", |_| {});
+    world.until(|_| (script.requests(Verb::Create, &node) > 0).then_some(())).await;
+    running.stop.send(()).unwrap();
+    tokio::time::timeout(Duration::from_secs(30), running.task).await.unwrap().unwrap();
+    // The write may still arrive, so no other controller may lead yet.
+    let lease = world.store.get::<Lease>(&Key::namespaced(LEASE_NAMESPACE, CONTROLLER_LEASE)).unwrap();
+    assert_eq!(lease.spec.as_ref().and_then(|spec| spec.holder_identity.as_deref()), Some("one"));
 }

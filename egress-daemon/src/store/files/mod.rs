@@ -252,14 +252,6 @@ impl Backend for Arc<Files> {
         })
     }
 
-    fn has(&self, target: ObjectRef) -> BoxFuture<'static, bool> {
-        let (files, refreshed) = (Arc::clone(self), self.refresh());
-        Box::pin(async move {
-            refreshed.await;
-            files.get(target.kind, &target.key).is_some()
-        })
-    }
-
     fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }

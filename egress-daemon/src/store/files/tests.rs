@@ -385,25 +385,6 @@ fn number(ip: &EgressIP) -> usize {
     ip.spec.pool.as_ref().map_or(0, |number| number.parse().unwrap())
 }
 
-#[tokio::test]
-async fn a_status_is_updated_although_others_write_the_rest() {
-    let dir = directory();
-    let (store, other) = (Files::open(dir.path()).unwrap(), Files::open(dir.path()).unwrap());
-    let mut spec = store.create(&egress_ip("192.0.2.1")).await.unwrap();
-    let key = Key::cluster("192.0.2.1");
-    for epoch in 1..20 {
-        spec.spec.pool = Some(epoch.to_string());
-        store.replace(&spec).await.unwrap();
-        spec = other
-            .update_status(&key, |ip: &mut EgressIP| ip.status = Some(EgressIPStatus { epoch, ..Default::default() }))
-            .await
-            .unwrap();
-        assert_eq!((spec.spec.pool.clone(), spec.status.clone().unwrap().epoch), (Some(epoch.to_string()), epoch));
-    }
-    let missing = store.update_status(&Key::cluster("192.0.2.9"), |_: &mut EgressIP| {}).await;
-    assert!(matches!(missing, Err(StoreError::NotFound(_))));
-}
-
 /// One process reads a new version of a file and increments its generation before the other process does.
 #[test]
 fn an_object_is_never_mistaken_for_its_next_generation() {

@@ -2,8 +2,8 @@
 //!
 //! Invariants:
 //! - a file is read only at rest, so that a version that is being written is never in force;
-//! - a file that becomes invalid keeps all objects of its last good version in force, and so does a file that vanishes briefly (editors
-//!   replace files);
+//! - a file that becomes invalid keeps all objects of its last good version in force, and so do a file that becomes empty (a shell empties
+//!   the target of `>` before the command writes) and a file that vanishes briefly (editors replace files);
 //! - an object that two files define is taken from the file that had it first.
 
 use super::parse::{Parsed, Parser};
@@ -253,6 +253,17 @@ impl UserFile {
             } else {
                 new.insert(target, object);
             }
+        }
+        if new.is_empty() && problems.is_empty() {
+            problems.push(StoreProblem {
+                file: path.to_owned(),
+                document: None,
+                object: None,
+                field: None,
+                message: "the file has no objects".to_owned(),
+                remedy: "remove it if its objects should go; until then its last good version stays in force"
+                    .to_owned(),
+            });
         }
         if problems.is_empty() {
             texts.keep_good(path, Some(text));

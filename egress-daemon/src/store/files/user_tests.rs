@@ -247,6 +247,28 @@ fn an_object_twice_in_one_file_is_the_first() {
     );
 }
 
+/// `helm template > a.yaml` empties the file before it writes. If helm fails, the file stays empty.
+#[test]
+fn an_emptied_file_keeps_its_objects_until_it_is_removed() {
+    for empty in ["", "# nothing\n", "{apiVersion: v1, kind: List, items: []}"] {
+        let mut world = DirectoryFixture::new();
+        world.write("a.yaml", node("a", "1"));
+        world.settle();
+        world.write("a.yaml", empty);
+        world.settle();
+        let problem = "a.yaml: the file has no objects: remove it if its objects should go; until then its last good version \
+                       stays in force";
+        assert_eq!((world.names(), world.problems()), (vec!["a".to_owned()], vec![problem.to_owned()]), "{empty}");
+        // A new process knows the last good version, too.
+        world.state = UserFiles::default();
+        world.settle();
+        assert_eq!((world.names(), world.problems()), (vec!["a".to_owned()], vec![problem.to_owned()]), "{empty}");
+        world.files.remove(Path::new("a.yaml"));
+        world.settle();
+        assert_eq!((world.names(), world.problems()), (vec![], vec![]), "{empty}");
+    }
+}
+
 fn parsed(text: impl AsRef<[u8]>) -> (Vec<String>, Vec<String>) {
     let (objects, problems) = PARSER.with(|parser| parser.parse(Path::new("f.yaml"), text.as_ref()));
     (

@@ -17,7 +17,7 @@ pub use client::ConnectError;
 
 use super::kind::Erased;
 use super::lease::{LEASE_NAMESPACE, gateway_lease};
-use super::{Backend, Key, Kind, Note, ObjectRef, Store, StoreError, StoreProblem, Write};
+use super::{Backend, Key, Kind, Note, Store, StoreError, StoreProblem, Write};
 use cache::Cache;
 use follow::Watched;
 use futures::future::{BoxFuture, join_all};
@@ -165,10 +165,6 @@ impl Backend for Kubernetes {
         Box::pin(async move {
             lists.await;
         })
-    }
-
-    fn has(&self, target: ObjectRef) -> BoxFuture<'static, bool> {
-        Box::pin(write::has(self.client.clone(), Arc::clone(&self.cache), target))
     }
 
     fn write(&self, write: Write) -> BoxFuture<'static, Result<Value, StoreError>> {

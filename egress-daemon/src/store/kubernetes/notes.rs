@@ -20,7 +20,7 @@ const CUT: &str = " ...";
 /// Sends notes sequentially.
 pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static str, mut notes: mpsc::Receiver<Note>) {
     let instance = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
-    let recorder = Recorder::new(client, Reporter { controller: reporter.to_owned(), instance });
+    let reporter = Reporter { controller: reporter.to_owned(), instance };
     while let Some(note) = notes.recv().await {
         let about = &note.about;
         // `kubectl describe` finds the event by the uid. A removed object has none in the cache.
@@ -41,6 +41,8 @@ pub(super) async fn send(client: Client, cache: Arc<Cache>, reporter: &'static s
             action: note.reason.to_owned(),
             secondary: None,
         };
+        // A recorder counts an event with the reason of an earlier one about the object as its repetition, and sends the earlier message.
+        let recorder = Recorder::new(client.clone(), reporter.clone());
         match tokio::time::timeout(REQUEST, recorder.publish(&event, &reference)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::debug!(%about, %error, "cannot record an event"),
@@ -60,6 +62,29 @@ fn cut(message: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::{Key, Kind, ObjectRef};
+    use axum::{Router, extract::State, routing::post};
+    use std::sync::Mutex;
+
+    async fn create(State(seen): State<Arc<Mutex<Vec<Value>>>>, sent: String) -> String {
+        seen.lock().unwrap().push(serde_json::from_str::<Value>(&sent).unwrap()["note"].take());
+        sent
+    }
+
+    #[tokio::test]
+    async fn each_note_is_an_event_with_its_own_message() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let server = Router::new().route("/apis/events.k8s.io/v1/namespaces/default/events", post(create));
+        let (notes, waiting) = mpsc::channel(2);
+        for message in ["gw1 carries it", "gw2 carries it"] {
+            let about = ObjectRef { kind: Kind::EgressIP, key: Key::cluster("192.0.2.1") };
+            notes.send(Note { about, warning: false, reason: "Moved", message: message.into() }).await.unwrap();
+        }
+        drop(notes);
+        let client = Client::new(server.with_state(Arc::clone(&seen)), "default");
+        send(client, Arc::default(), "spillway-controller", waiting).await;
+        assert_eq!(*seen.lock().unwrap(), ["gw1 carries it", "gw2 carries it"]);
+    }
 
     #[test]
     fn a_note_has_at_most_the_length_that_the_api_server_accepts() {

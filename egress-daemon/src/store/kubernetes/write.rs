@@ -66,8 +66,11 @@ pub(super) async fn write(
             let refused = refusal(verb, target, error);
             match &refused {
                 StoreError::NotFound(target) => cache.gone(target, &object),
-                // The answer to the last renewal may be lost. A late watch must not make the next renewals fail.
-                StoreError::Conflict(target) | StoreError::AlreadyExists(target) if target.kind == Kind::Lease => {
+                // The answer to the last renewal may be lost. A late watch must not make the next renewals fail, nor an agent's next writes
+                // of its status after the controller has written the rest of the object.
+                StoreError::Conflict(target) | StoreError::AlreadyExists(target)
+                    if target.kind == Kind::Lease || target.kind == Kind::EgressNode && verb == Verb::ReplaceStatus =>
+                {
                     read(&api, &cache, target).await;
                 }
                 _ => {}
@@ -97,17 +100,12 @@ pub(super) async fn write(
     Ok(written)
 }
 
-/// Returns whether the API server has an object, which the cache then shows. Returns `false` if the API server does not answer.
-pub(super) async fn has(client: Client, cache: Arc<Cache>, target: ObjectRef) -> bool {
-    let api = of_kind(client, target.kind, &target.kind.resource());
-    read(&api, &cache, &target).await
-}
-
-/// Implements [`has`] with the API of the object's kind.
-async fn read(api: &Api<DynamicObject>, cache: &Cache, target: &ObjectRef) -> bool {
-    let Ok(Ok(list)) = tokio::time::timeout(REQUEST, api.list(&by_name(&target.key.name))).await else { return false };
-    let present = list.items.first().map(|object| cache.wrote(target.kind, value(target.kind, object)));
-    present.is_some()
+/// Asks the API server for an object, which the cache then shows if it exists.
+async fn read(api: &Api<DynamicObject>, cache: &Cache, target: &ObjectRef) {
+    let Ok(Ok(list)) = tokio::time::timeout(REQUEST, api.list(&by_name(&target.key.name))).await else { return };
+    if let Some(object) = list.items.first() {
+        cache.wrote(target.kind, value(target.kind, object));
+    }
 }
 
 async fn send(

@@ -145,14 +145,6 @@ impl Elector {
         self.held.map(|held| held.until)
     }
 
-    /// Returns the holder of the lease, if known; it may be out of date.
-    pub fn holder(&self) -> Option<&str> {
-        match &self.seen {
-            Seen::Present { lease, .. } => holder(lease).map(String::as_str),
-            Seen::Absent { .. } => None,
-        }
-    }
-
     /// Stops holding immediately. Returns the lease to write, so that the next holder need not wait.
     pub fn release(&mut self) -> Option<Box<Lease>> {
         self.held.take()?;

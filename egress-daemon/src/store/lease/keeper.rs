@@ -19,10 +19,7 @@ pub enum LeaseState {
         until: Instant,
     },
     /// It does not hold it.
-    NotHeld {
-        /// The holder, if known.
-        holder: Option<String>,
-    },
+    NotHeld,
 }
 
 /// Holds a lease, or tries to acquire it, until this value is dropped (the lease then lapses) or released.
@@ -35,7 +32,7 @@ pub struct LeaseKeeper {
 impl LeaseKeeper {
     /// Starts a candidate on the current tokio runtime.
     pub fn start(store: Store, terms: LeaseTerms) -> Self {
-        let (report, state) = watch::channel(LeaseState::NotHeld { holder: None });
+        let (report, state) = watch::channel(LeaseState::NotHeld);
         let (stop, stopped) = oneshot::channel();
         let task = tokio::spawn(keep(store, terms, report, stopped));
         LeaseKeeper { state, stop: Some(stop), task }
@@ -59,11 +56,6 @@ impl LeaseKeeper {
         if self.state.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
-    }
-
-    /// Returns a receiver of the reports.
-    pub fn watch(&self) -> watch::Receiver<LeaseState> {
-        self.state.clone()
     }
 
     /// Releases the lease, so that the next candidate gets it immediately, and ends the task.
@@ -117,7 +109,7 @@ async fn keep(store: Store, terms: LeaseTerms, report: watch::Sender<LeaseState>
         }
         let state = match (elector.holds(start.elapsed()), elector.until()) {
             (Some(epoch), Some(until)) => LeaseState::Held { epoch, until: start + until },
-            _ => LeaseState::NotHeld { holder: elector.holder().map(str::to_owned) },
+            _ => LeaseState::NotHeld,
         };
         report.send_if_modified(|last| {
             let changed = *last != state;
@@ -135,7 +127,7 @@ async fn keep(store: Store, terms: LeaseTerms, report: watch::Sender<LeaseState>
         }
     }
     if let Some(lease) = elector.release() {
-        report.send_replace(LeaseState::NotHeld { holder: None });
+        report.send_replace(LeaseState::NotHeld);
         if let Err(error) = store.replace(lease.as_ref()).await {
             tracing::info!(lease = %terms.key, %error, "the lease could not be released, so it will lapse");
         }

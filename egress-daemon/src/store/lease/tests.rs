@@ -82,8 +82,6 @@ fn the_first_one_leads_and_renews_the_second_one_takes_over_after_the_duration()
     assert_eq!(step(&mut b, &mut register, ms(2699)).action, LeaseAction::Wait);
     step(&mut b, &mut register, ms(2700));
     assert_eq!((a.holds(ms(2700)), b.holds(ms(2700))), (None, Some(2)));
-    a.observe(ms(2800), register.latest());
-    assert_eq!(a.holder(), Some("b"));
 }
 
 #[test]
@@ -222,17 +220,12 @@ async fn a_standby_takes_over_when_the_leader_dies_or_releases() {
         first.changed().await;
     }
     let mut second = LeaseKeeper::start(two.clone(), short("second"));
-    while second.state() != (LeaseState::NotHeld { holder: Some("first".into()) }) {
-        second.changed().await;
-    }
+    assert_eq!(second.held(), None);
     drop(first);
     while !held(&second, 2) {
         second.changed().await;
     }
     let mut third = LeaseKeeper::start(one, short("third"));
-    while third.state() != (LeaseState::NotHeld { holder: Some("second".into()) }) {
-        third.changed().await;
-    }
     second.release().await;
     while !held(&third, 3) {
         third.changed().await;
