@@ -156,9 +156,9 @@ fn spillway(lab: &mut Lab, binaries: &Path) -> Result<()> {
         ),
     )?;
     let options = StartOptions::new().binary(&binaries.join("egress-daemon"));
-    lab.start_agents(&options)?;
+    lab.start_agents_before_controller(&options)?;
     let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
-    let known = || Ok(lab.manifests().written_names("EgressNode"));
+    let known = || lab.manifests().reporting();
     wait_until("every agent has reported", PATIENCE, known, |known| *known == nodes)?;
     lab.start_controller("controller", &options)
 }

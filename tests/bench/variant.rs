@@ -200,10 +200,10 @@ fn start(lab: &mut Lab, variant: Variant, binaries: &Path, config: &str) -> Resu
     lab.manifests().write("policy", &policy("bench", &["0.0.0.0/0", "::/0"], &[(EGRESS, "gw1")]))?;
     let text = format!("{CALM}{}{config}", variant.config().unwrap_or_default());
     let options = StartOptions::new().config(&text).binary(&binaries.join("egress-daemon"));
-    lab.start_agents(&options)?;
+    lab.start_agents_before_controller(&options)?;
     let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
     let began = Instant::now();
-    while lab.manifests().written_names("EgressNode") != nodes {
+    while lab.manifests().reporting()? != nodes {
         for node in &nodes {
             let agent = lab.agent(node);
             ensure!(agent.alive()?, "the agent of {node} has ended:\n{}", agent.tail());

@@ -11,29 +11,39 @@ use lab::{Family, Lab, Pod, PodSpec, Server};
 
 use crate::spread::wait_all_used;
 use crate::support::{
-    WEB, at, calm, counter, gateways_where, named, policy, policy_pod, pool, start, wait_counter, wait_in_force,
+    WEB, calm, counter, gateways_where, named, policy, policy_pod, pool, start, wait_counter, wait_in_force,
 };
 
 /// Bits per second of Ethernet frames. The tests measure the IP packets in them, which are one per cent less.
 const RATE: f64 = 80e6;
 /// A limit of [`RATE`] with a burst of 10 ms.
 const LIMIT: &str = "\n  bandwidth: {rate: 80M, burst: 800k}";
-/// Headers of a TCP segment: IPv4, TCP, and its timestamps, which the kernel's segment size does not include.
-const HEADERS: u64 = 20 + 20 + 12;
+/// How long a measurement takes.
+const WINDOW: Duration = Duration::from_secs(3);
 
-/// Transfers data for about five seconds in eight concurrent streams, distributed over the pods. Returns the bits per second of IP packets.
-fn eight_streams(pods: &[Pod], server: &Server, direction: Direction) -> Result<f64> {
+/// The size of an IP header.
+fn ip_header(family: Family) -> u64 {
+    match family {
+        Family::V4 => 20,
+        Family::V6 => 40,
+    }
+}
+
+/// Transfers data for about [`WINDOW`] in eight concurrent streams, distributed over the pods. Returns the bits per second of IP packets.
+fn eight_streams(pods: &[Pod], server: &Server, family: Family, direction: Direction) -> Result<f64> {
     let _listening = BulkServer::start(&server.ns, &server.ips.both(5001))?;
-    let bytes = (RATE / 8.0 * 5.0 / 8.0) as u64;
-    let target = server.ips.at(Family::V4, 5001);
+    let bytes = (RATE / 8.0 * WINDOW.as_secs_f64() / 8.0) as u64;
+    let target = server.ips.at(family, 5001);
     let began = Instant::now();
     let reports: Vec<BulkReport> = thread::scope(|scope| {
         let one = |number: usize| scope.spawn(move || bulk(&pods[number % pods.len()].ns, target, direction, bytes));
         let threads: Vec<_> = (0..8).map(one).collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Result<_>>()
     })?;
+    // The kernel's segment size does not include the headers: IP, TCP, and its timestamps.
+    let headers = ip_header(family) + 20 + 12;
     let packets =
-        |report: &BulkReport| report.bytes * (u64::from(report.segment) + HEADERS) / u64::from(report.segment);
+        |report: &BulkReport| report.bytes * (u64::from(report.segment) + headers) / u64::from(report.segment);
     Ok(reports.iter().map(packets).sum::<u64>() as f64 * 8.0 / began.elapsed().as_secs_f64())
 }
 
@@ -64,20 +74,19 @@ fn more_than(what: &str, bits: f64, least: f64) -> Attempt {
 
 /// The result of a flood of datagrams.
 struct Flood {
-    /// Bits per second of packets that arrived within five seconds of the first.
+    /// Bits per second of packets that arrived within [`WINDOW`] of the first.
     rate: f64,
     sent: u64,
     received: u64,
 }
 
 /// Sends datagrams from this many flows in turn, as fast as the kernel accepts them.
-fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
-    const WINDOW: Duration = Duration::from_secs(5);
+fn flood(pod: &Pod, server: &Server, family: Family, flows: usize) -> Result<Flood> {
     const SIZE: usize = 1300;
-    let target = server.ips.at(Family::V4, 5002);
+    let target = server.ips.at(family, 5002);
     let sink = server.ns.run(|| UdpSocket::bind(target).context("binding the sink"))?;
     sink.set_read_timeout(Some(Duration::from_secs(2)))?;
-    let bind = || UdpSocket::bind(at(pod.ips.v4.into(), 0)).context("binding a source");
+    let bind = || UdpSocket::bind(pod.ips.at(family, 0)).context("binding a source");
     let sources = pod.ns.run(|| (0..flows).map(|_| bind()).collect::<Result<Vec<_>>>())?;
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -98,7 +107,8 @@ fn flood(pod: &Pod, server: &Server, flows: usize) -> Result<Flood> {
                 sink.recv(&mut buffer).context("another datagram")?;
                 count += 1;
             }
-            Ok(((count * (SIZE as u64 + 28) * 8) as f64 / first.elapsed().as_secs_f64(), count + 1))
+            let size = ip_header(family) + 8 + SIZE as u64;
+            Ok(((count * size * 8) as f64 / first.elapsed().as_secs_f64(), count + 1))
         };
         let received = receive();
         stop.store(true, Ordering::Relaxed);
@@ -132,13 +142,13 @@ fn eight_streams_reach_the_rate_and_a_flood_no_more() {
             wait_in_force(pod, &server, &[10])?;
         }
         let before = counter(lab, "gw1", "drop_bandwidth")?;
-        for direction in [Direction::Upload, Direction::Download] {
-            measure(|| at_rate(&format!("{direction:?}"), eight_streams(&pods, &server, direction)?))?;
+        for (family, direction) in [(Family::V4, Direction::Upload), (Family::V6, Direction::Download)] {
+            measure(|| at_rate(&format!("{direction:?}"), eight_streams(&pods, &server, family, direction)?))?;
         }
         wait_counter(lab, "gw1", "drop_bandwidth", before)?;
         measure(|| {
             let before = counter(lab, "gw1", "drop_bandwidth")?;
-            let flood = flood(&pods[0], &server, 1)?;
+            let flood = flood(&pods[0], &server, Family::V6, 1)?;
             // Every datagram that the limit dropped is counted. The queues of the lab's links may lose some of a flood before the limit.
             let (dropped, missing) = (counter(lab, "gw1", "drop_bandwidth")? - before, flood.sent - flood.received);
             let lost = format!("{missing} of {} datagrams are missing, {dropped} were counted", flood.sent);
@@ -151,7 +161,7 @@ fn eight_streams_reach_the_rate_and_a_flood_no_more() {
             Ok(lab.node("gw1").ns.ifindex("spillway-bw0").is_err())
         })?;
         wait_in_force(&pods[0], &server, &[10])?;
-        measure(|| Ok(more_than("without a limit", eight_streams(&pods, &server, Direction::Upload)?, 2.0)))
+        measure(|| Ok(more_than("without a limit", eight_streams(&pods, &server, Family::V4, Direction::Upload)?, 2.0)))
     });
 }
 
@@ -169,8 +179,8 @@ fn pods_on_the_owner_are_limited_too_and_other_egress_ips_are_not() {
         let server = lab.server("server1").clone();
         wait_in_force(&local, &server, &[10])?;
         wait_in_force(&free, &server, &[11])?;
-        for direction in [Direction::Upload, Direction::Download] {
-            let streams = |pod| eight_streams(std::slice::from_ref(pod), &server, direction);
+        for (family, direction) in [(Family::V6, Direction::Upload), (Family::V4, Direction::Download)] {
+            let streams = |pod| eight_streams(std::slice::from_ref(pod), &server, family, direction);
             measure(|| at_rate(&format!("{direction:?}"), streams(&local)?))?;
             measure(|| Ok(more_than(&format!("{direction:?} of another egress IP"), streams(&free)?, 2.0)))?;
         }
@@ -193,12 +203,13 @@ fn a_spread_egress_ip_keeps_its_rate_in_sum() {
         let dropped = || gateways.iter().map(|node| counter(lab, node, "drop_bandwidth")).collect::<Result<Vec<_>>>();
         let before = dropped()?;
         // With this many flows, each carrier gets some.
-        measure(|| at_rate("UDP", flood(&pod, &server, 64)?.rate))?;
+        measure(|| at_rate("UDP", flood(&pod, &server, Family::V4, 64)?.rate))?;
         let after = dropped()?;
         assert!(
             before.iter().zip(&after).all(|(before, after)| after > before),
             "every carrier limits: {before:?}, {after:?}"
         );
-        measure(|| at_rate("download", eight_streams(std::slice::from_ref(&pod), &server, Direction::Download)?))
+        let download = || eight_streams(std::slice::from_ref(&pod), &server, Family::V6, Direction::Download);
+        measure(|| at_rate("download", download()?))
     });
 }

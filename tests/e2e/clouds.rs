@@ -1,7 +1,11 @@
 //! Networks without ARP: agents announce and answer nothing, and Spillway reports each address's node, so that a cloud can act on it.
 
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::time::{Duration, Instant};
+
 use anyhow::Result;
-use lab::{Capture, Family, Lab, PodSpec, StartOptions};
+use lab::capture::{Content, TransportLayer};
+use lab::{Capture, Family, Lab, Packet, PodSpec, Server, StartOptions, stays};
 
 use crate::support::{CALM, PATIENCE, egress, object_name, start_with, wait_in_force, wait_owner, web};
 
@@ -12,6 +16,27 @@ fn assign(lab: &Lab, node: &str) -> Result<()> {
         format!("neigh replace {} lladdr {} dev eth0 nud permanent", egress(family, &[10])[0], mac.join(":"))
     });
     lab.server("server1").ns.ip(&lines)
+}
+
+/// Makes a server ask for an address, and checks that nobody answers.
+fn stays_unanswered(server: &Server, capture: &Capture, ip: IpAddr) -> Result<()> {
+    let began = Instant::now();
+    server.ns.ip(&[format!("neigh del {ip} dev eth0")])?;
+    let any: SocketAddr = if ip.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
+    server.ns.run(|| Ok(UdpSocket::bind(any)?.send_to(b"x", (ip, 9))?))?;
+    let asks = |packet: &Packet| {
+        let it = match &packet.content {
+            Content::Arp(arp) => !arp.reply && IpAddr::from(arp.target) == ip,
+            Content::Ip(inside) => {
+                matches!(inside.transport, TransportLayer::NeighborSolicitation { target } if target == ip)
+            }
+            Content::Other => false,
+        };
+        it && packet.outgoing && packet.at > began
+    };
+    capture.wait_for(&format!("a request for {ip}"), PATIENCE, asks)?;
+    let silent = || Ok(capture.so_far().claims_of(ip).is_empty());
+    stays(&format!("nobody answers for {ip}"), Duration::from_secs(1), silent)
 }
 
 #[test]
@@ -50,6 +75,9 @@ fn without_announcements_objects_and_events_name_the_node_of_each_ip() {
         }
         assign(lab, "gw2")?;
         wait_in_force(&pod, &server, &[10])?;
+        for ip in ips {
+            stays_unanswered(&server, &capture, ip)?;
+        }
         let trace = capture.finish()?;
         for ip in ips {
             assert!(trace.claims_of(ip).is_empty(), "{ip} was announced or answered for");

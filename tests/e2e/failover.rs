@@ -10,8 +10,9 @@ use lab::traffic::{ConnectRate, ConnectionReport, ServerMode, TcpClients, TcpOpt
 use lab::{Capture, Family, Lab, PodSpec, Segment, Server, StartOptions, Trace, stays, wait_for, wait_until};
 
 use crate::support::{
-    PATIENCE, QUIET, WEB, assert_no_strangers, calm, egress, mac_text, neighbour, owner, policy, policy_pod, pool,
-    start_with, wait_in_force, wait_owner, wait_refused, web, web_pod_with, who_answers,
+    PATIENCE, PATIENT_PROBES, QUIET, SHORT_LEASES, WEB, assert_no_strangers, calm, egress, mac_text, neighbour, owner,
+    policy, policy_pod, pool, short_leases, start_with, wait_agent, wait_in_force, wait_owner, wait_refused, web,
+    web_pod_with, who_answers,
 };
 
 /// The egress IPs of both families with these host numbers.
@@ -47,7 +48,7 @@ fn all_connections_survive_the_death_of_a_gateway() {
             lab.add_pod(PodSpec::new("a", "worker1").label("app", "web"))?,
             lab.add_pod(PodSpec::new("b", "worker2").label("app", "web").cni(lab::Cni::Bridge))?,
         ];
-        start_with(lab, &StartOptions::new())?;
+        start_with(lab, &short_leases())?;
         let server = lab.server("server1").clone();
         for pod in &pods {
             wait_in_force(pod, &server, &HOSTS)?;
@@ -149,7 +150,7 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
     const HOSTS: [u8; 2] = [40, 41];
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, Some("1s")))?;
-        let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &StartOptions::new())?;
+        let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &short_leases())?;
         let _streams = TcpServer::start(&server.ns, &server.ips.both(80), ServerMode::Stream)?;
         let clients = Family::BOTH
             .map(|family| TcpClients::establish(&pod.ns, server.ips.at(family, 80), 30, TcpOptions::default()));
@@ -165,7 +166,7 @@ fn egress_ips_return_to_a_gateway_that_came_back_and_stayed() {
             all.wait_progress(3, PATIENCE)?;
         }
         lab.revive_node("gw1")?;
-        lab.start_agent("gw1", &StartOptions::new())?;
+        lab.start_agent("gw1", &short_leases())?;
         for (ip, node) in &before {
             let node = node.as_deref().context("an owner from the beginning")?;
             wait_owner(lab, *ip, |now| now == node)?;
@@ -221,7 +222,7 @@ fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
     const BEFORE_REMINDERS: Duration = Duration::from_secs(8);
     Lab::builder().workers(1).gateways(2).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 40, None))?;
-        let (pod, server) = policy_pod(lab, &pooled(1), &HOSTS, &StartOptions::new())?;
+        let (pod, server) = policy_pod(lab, &pooled(1), &HOSTS, &short_leases())?;
         for ip in all_of(&HOSTS) {
             let old = wait_owner(lab, ip, |_| true)?;
             let new = if old == "gw1" { "gw2" } else { "gw1" };
@@ -244,7 +245,7 @@ fn no_garp_a_new_owner_announces_itself_at_once_and_again() {
             let trace = capture.finish()?.since(dead);
             assert_eq!(trace.claims_of(ip).into_keys().collect::<Vec<_>>(), [to]);
             lab.revive_node(&old)?;
-            lab.start_agent(&old, &StartOptions::new())?;
+            lab.start_agent(&old, &short_leases())?;
             for other in all_of(&HOSTS) {
                 wait_owner(lab, other, |_| true)?;
             }
@@ -264,9 +265,10 @@ fn all_who_answer(server: &Server, address: IpAddr) -> Result<BTreeSet<[u8; 6]>>
 #[test]
 fn zombie_owner_frozen_or_killed_agent_does_not_answer_for_lost_egress_ips() {
     const HOSTS: [u8; 2] = [40, 41];
-    Lab::builder().workers(1).gateways(3).alone().run(|lab| {
+    Lab::builder().workers(1).gateways(3).run(|lab| {
         lab.manifests().write("pool", &pool("public", 40, 41, None))?;
-        let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &StartOptions::new())?;
+        let options = StartOptions::new().config(&format!("{SHORT_LEASES}{PATIENT_PROBES}"));
+        let (pod, server) = policy_pod(lab, &pooled(2), &HOSTS, &options)?;
         let mac_of = |lab: &Lab, node: &str| lab.node(node).external_mac();
 
         // Frozen: everything on the node continues except its agent.
@@ -373,7 +375,7 @@ fn traffic_continues_while_the_controller_is_dead() {
         clients.wait_progress(3, PATIENCE)?;
         lab.agent("worker1").kill()?;
         lab.start_agent("worker1", &options)?;
-        wait_for("the agent is back", PATIENCE, || Ok(lab.egressctl_text("worker1", &["state"]).is_ok()))?;
+        wait_agent(lab, "worker1")?;
         wait_in_force(&pod, &server, &[10, 11])?;
         clients.wait_progress(3, PATIENCE)?;
         assert!(clients.close()?.iter().all(ConnectionReport::intact));

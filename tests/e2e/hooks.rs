@@ -8,7 +8,8 @@ use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer};
 use lab::{Family, Lab, PodSpec, StartOptions, wait_for};
 
 use crate::support::{
-    PATIENCE, attaching, counter, has_bpftool, start, start_with, wait_bypass, wait_in_force, web, web_pod,
+    PATIENCE, attaching, calm, counter, fixed, has_bpftool, start, start_with, wait_bypass, wait_in_force, web,
+    web_pod, web_pod_with,
 };
 
 /// docs/failures.md: hook-order, clsact-order.
@@ -31,6 +32,7 @@ fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
                 let _replies = first(&pod.host_interface, Side::Egress, action)?;
                 let _tunnel = first("spillway0", Side::Ingress, action)?;
                 let _exit = first("eth0", Side::Egress, action)?;
+                let _underlay = first("eth0", Side::Ingress, action)?;
                 wait_in_force(&pod, &server, &[10])?;
             }
             Ok(())
@@ -43,23 +45,30 @@ fn hook_order_programs_that_end_the_chain_do_not_stay_before_ours() {
 fn hook_lost_programs_that_somebody_detaches_are_attached_again() {
     lab::require_root!();
     lab::require!(has_bpftool(), "bpftool is missing");
-    Lab::builder().workers(1).gateways(1).run(|lab| {
-        let (pod, server) = web_pod(lab, &[10])?;
-        for (node, interface, program) in [
-            ("worker1", pod.host_interface.as_str(), "pod_egress"),
-            ("worker1", "spillway0", "tunnel_ingress"),
-            ("worker1", "eth0", "exit_egress"),
-            ("gw1", "ext0", "uplink_ingress"),
-            ("gw1", "spillway0", "tunnel_ingress"),
-        ] {
-            let ns = &lab.node(node).ns;
-            let pin = lab.pins(node).join(format!("links/{program}-{}", ns.ifindex(interface)?));
-            ns.sh(&format!("bpftool link detach pinned {}", pin.display()))?;
-            // A new flow and its answers need each of these programs.
-            wait_in_force(&pod, &server, &[10])?;
-        }
-        Ok(())
-    });
+    // Without an interface: the pod's.
+    let without_tunnel = [
+        ("worker1", None, "pod_egress"),
+        ("worker1", Some("eth0"), "exit_egress"),
+        ("worker1", Some("eth0"), "underlay_ingress"),
+        ("gw1", Some("ext0"), "uplink_ingress"),
+        ("gw1", Some("eth0"), "underlay_ingress"),
+    ];
+    let with_tunnel = [("worker1", Some("spillway0"), "tunnel_ingress"), ("gw1", Some("spillway0"), "tunnel_ingress")];
+    // In the lab, `Auto` is `direct`, which does not use the tunnel device.
+    for (options, programs) in [(calm(), &without_tunnel[..]), (fixed("device"), &with_tunnel[..])] {
+        Lab::builder().workers(1).gateways(1).run(|lab| {
+            let (pod, server) = web_pod_with(lab, &[10], &options)?;
+            for (node, interface, program) in programs {
+                let ns = &lab.node(node).ns;
+                let index = ns.ifindex(interface.unwrap_or(&pod.host_interface))?;
+                let pin = lab.pins(node).join(format!("links/{program}-{index}"));
+                ns.sh(&format!("bpftool link detach pinned {}", pin.display()))?;
+                // A new flow and its answers need each of these programs.
+                wait_in_force(&pod, &server, &[10])?;
+            }
+            Ok(())
+        });
+    }
 }
 
 /// docs/failures.md: inbound-unseen. A program redirects incoming packets into the pod, past its interface's egress hook.

@@ -2,7 +2,7 @@
 //! None of this may stop a flow or change its source.
 
 use anyhow::Result;
-use lab::traffic::{Ping, ServerMode, TcpClients, TcpOptions, TcpServer, ping};
+use lab::traffic::{ConnectRate, Ping, ServerMode, TcpClients, TcpOptions, TcpServer, ping};
 use lab::{Builder, Capture, Cni, Family, Lab, Pod, PodSpec, StartOptions, address, wait_for, wait_until};
 
 use crate::support::{
@@ -208,6 +208,11 @@ fn outer_mark_is_empty_when_a_packet_comes_out_of_the_tunnel_device() {
 fn hostile_flushes_of_rules_are_repaired_and_let_no_wrong_source_out() {
     flows_under(Lab::builder(), "", |lab, pods| {
         let (server, node) = (lab.server("server1").clone(), lab.node("worker1").ns.clone());
+        // New connections meet the gap between a flush and its repair. Some may fail there; `flows_under` judges their sources.
+        let _echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
+        let rate = ConnectRate { per_second: 100, concurrency: 500, ..ConnectRate::default() };
+        let rates = Family::BOTH.map(|family| rate.start(&pods[0].ns, server.ips.at(family, 81)));
+        let rates = rates.into_iter().collect::<Result<Vec<_>>>()?;
         let whole = |lab: &Lab| -> Result<usize> {
             Ok(lab.egressctl("worker1", &["state"])?["rules"].as_array().map_or(0, Vec::len))
         };
@@ -229,6 +234,10 @@ fn hostile_flushes_of_rules_are_repaired_and_let_no_wrong_source_out() {
             "ip route flush table 21328; ip -6 route flush table 21328",
         ] {
             is_mended(script, led)?;
+        }
+        for rate in rates {
+            let report = rate.finish()?;
+            assert!(report.opened > 50, "{} opened, {:?}", report.opened, report.failed);
         }
         Ok(())
     });

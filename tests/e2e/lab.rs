@@ -373,7 +373,7 @@ fn remains(id: &str) -> Vec<String> {
     ["/run/netns", lab::scope::LABS, lab::scope::BPFFS]
         .iter()
         .flat_map(|folder| entries(folder))
-        .filter(|name| name.starts_with(id))
+        .filter(|name| name == id || name.starts_with(&format!("{id}-")))
         .collect()
 }
 

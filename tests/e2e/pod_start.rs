@@ -231,6 +231,7 @@ fn pods_without_a_policy_are_not_held() {
         wait_in_force(&web, &server, &[10])?;
         // A selected pod that never gets its link.
         lab.prepare_pod(PodSpec::new("stuck", "worker1").label("app", "web"))?;
+        wait_held(lab)?;
         for family in Family::BOTH {
             crate::support::wait_sources(&plain.ns, &server, family, &[lab.node("worker1").underlay.ip(family)])?;
         }

@@ -97,6 +97,8 @@ fn footprint(lab: &Lab, node: &str) -> Result<BTreeSet<String>> {
         "ip route show table all; ip -6 route show table all | grep -v '^fe80\\|^ff00\\|^multicast'",
         "nft list ruleset | grep -v 'counter\\|packets'",
         "for d in $(ls /proc/sys/net/ipv4/conf); do echo $d $(cat /proc/sys/net/ipv4/conf/$d/rp_filter); done",
+        "cd /proc/sys/net/ipv6/conf; for d in *; do echo $d $(cat $d/forwarding $d/accept_ra); done",
+        "cat /proc/sys/net/ipv4/ip_forward",
         "for i in $(ip -o link show | cut -d: -f2 | cut -d@ -f1); do tc qdisc show dev $i | grep clsact || true; done",
     ] {
         lines
@@ -124,6 +126,10 @@ fn cleanup_leaves_nothing_behind() {
         lab.manifests().write("web", &web(&[10]))?;
         let pod = lab.add_pod(PodSpec::new("web", "worker1").label("app", "web"))?;
         let bridged = lab.add_pod(PodSpec::new("bridged", "gw1").label("app", "web").cni(lab::Cni::Bridge))?;
+        // The agent changes this setting, and cleanup restores it. Forwarding is on already: without it, pods would not reach the outside.
+        for node in ["worker1", "gw1"].map(|name| lab.node(name)) {
+            node.ns.sysctls(&[(&format!("net.ipv6.conf.{}.accept_ra", node.uplink()), "1")])?;
+        }
         let before = [footprint(lab, "worker1")?, footprint(lab, "gw1")?];
         start(lab)?;
         let server = lab.server("server1").clone();
@@ -204,6 +210,8 @@ fn a_restarted_agent_takes_over_what_is_pinned() {
                     false => lab.agent(node).kill()?,
                 }
                 lab.start_agent(node, &calm())?;
+                // Without an agent, the pinned programs would pass the checks below as well.
+                wait_agent(lab, node)?;
             }
             for all in &clients {
                 all.wait_progress(20, PATIENCE)?;

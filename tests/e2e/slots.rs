@@ -41,6 +41,12 @@ fn removing_one_of_four_gateways_moves_no_flow_of_the_others() {
         for all in &flows {
             all.wait_progress(6, PATIENCE)?;
         }
+        // Everything has left the removed egress IP by now.
+        let later = Capture::start(&server.ns, "eth0")?;
+        for all in &flows {
+            all.wait_progress(6, PATIENCE)?;
+        }
+        assert_no_strangers(&later.finish()?, &server, &[10, 11, 12]);
         let mut stayed = 0;
         for (id, seen) in udp.flows() {
             let old = &before[&id].peers;

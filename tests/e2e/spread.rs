@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use lab::traffic::{ServerMode, TcpClients, TcpOptions, TcpServer, UdpClients, UdpOptions, UdpServer};
 use lab::{Capture, Cni, Family, Lab, Pod, StartOptions, Trace, stats, wait_until};
 
-use crate::support::{PATIENCE, WEB, calm, egress, owner, policy, policy_pod, pool, web_pod, weighted};
+use crate::support::{PATIENCE, PATIENT_PROBES, WEB, calm, egress, owner, policy, policy_pod, pool, web_pod, weighted};
 
 #[test]
 fn three_thousand_flows_spread_evenly_over_three_gateways() {
@@ -151,10 +151,10 @@ pub fn wait_all_used(lab: &Lab, pod: &Pod, target: SocketAddr) -> Result<()> {
 /// `outbound: Spread`: one address has the bandwidth of four gateways, and loses a quarter of it if one fails.
 #[test]
 fn egress_ip_uses_all_carriers_and_a_dead_one_moves_only_its_own_flows() {
-    Lab::builder().workers(1).gateways(4).alone().run(|lab| {
+    Lab::builder().workers(1).gateways(4).run(|lab| {
         lab.manifests().write("pool", &format!("{}  outbound: Spread\n", pool("public", 40, 40, None)))?;
         let spread = policy("web", &format!("{WEB}\n  egressIPPools: [{{name: public}}]"));
-        let (pod, server) = policy_pod(lab, &spread, &[40], &StartOptions::new())?;
+        let (pod, server) = policy_pod(lab, &spread, &[40], &StartOptions::new().config(PATIENT_PROBES))?;
         let all: BTreeSet<[u8; 6]> = lab.gateways().map(|node| node.external_mac()).collect();
         let echo = TcpServer::start(&server.ns, &server.ips.both(81), ServerMode::Echo)?;
         for family in Family::BOTH {

@@ -7,8 +7,8 @@ use lab::traffic::{ConnectionReport, ServerMode, TcpClients, TcpOptions, TcpServ
 use lab::{Capture, Family, Lab, PodSpec, StartOptions, wait_until};
 
 use crate::support::{
-    PATIENCE, WEB, assert_no_strangers, calm, egress, gateways, object_name, policy, start, wait_in_force, web,
-    web_pod_with,
+    PATIENCE, WEB, assert_no_strangers, calm, egress, gateways, object_name, policy, start, wait_agent, wait_in_force,
+    web, web_pod_with,
 };
 
 /// Returns what Spillway wrote about a policy.
@@ -59,17 +59,20 @@ fn a_mistake_in_a_file_leaves_the_last_good_state_in_force_and_is_named() {
         for name in ["worker1", "gw1"] {
             lab.agent(name).kill()?;
             lab.start_agent(name, &calm())?;
+            wait_agent(lab, name)?;
         }
         lab.start_controller("controller", &calm())?;
         wait_in_force(&pod, &server, &[10])?;
 
-        let trace = capture.finish()?;
-        assert_no_strangers(&trace, &server, &[10]);
-        // Everything else continues: another policy is added meanwhile.
+        // Everything else continues: another policy is added meanwhile. Its pod uses a server that the capture does not see.
         let other =
             "\n  selectors: [{podSelector: {matchLabels: {app: api}}}]\n  destinationCIDRs: [0.0.0.0/0, \"::/0\"]";
         lab.manifests().write("api", &policy("api", &format!("{other}{}", gateways(&[12]))))?;
-        wait_in_force(&api, &server, &[12])?;
+        wait_in_force(&api, lab.server("far1"), &[12])?;
+        // Now agents and controller have read the files at least once more.
+        wait_in_force(&pod, &server, &[10])?;
+        let trace = capture.finish()?;
+        assert_no_strangers(&trace, &server, &[10]);
         lab.manifests().write("web", &web(&[11]))?;
         wait_in_force(&pod, &server, &[11])
     });

@@ -103,6 +103,16 @@ pub fn object_name(address: IpAddr) -> String {
 /// Settings for tests that are not about failures: a machine under load must not look like a dead gateway.
 pub const CALM: &str = "probe: {interval: 500ms, count: 10}\nlease: {renew: 1s, duration: 20s}\ndeadline: 15s\n";
 
+/// Short leases, for tests that wait until one lapses. With still shorter ones, living gateways would lose theirs on a busy machine.
+pub const SHORT_LEASES: &str = "lease: {renew: 1s, duration: 5s}\n";
+/// Probes that survive the pauses of a busy machine, and notice a dead gateway after a second.
+pub const PATIENT_PROBES: &str = "probe: {interval: 200ms, count: 5}\n";
+
+/// The options of a test that waits until a lease lapses.
+pub fn short_leases() -> StartOptions {
+    StartOptions::new().config(SHORT_LEASES)
+}
+
 /// Starts the agents of all nodes, and a controller once all have reported. The settings prevent accidental failovers.
 pub fn start(lab: &mut Lab) -> Result<()> {
     start_with(lab, &calm())
@@ -133,9 +143,9 @@ pub fn attaching(means: Means) -> StartOptions {
 
 /// [`start`] with options for agents and controller.
 pub fn start_with(lab: &mut Lab, options: &StartOptions) -> Result<()> {
-    lab.start_agents(options)?;
+    lab.start_agents_before_controller(options)?;
     let nodes: Vec<String> = lab.nodes().map(|node| node.name.clone()).collect();
-    let reports = || Ok(lab.manifests().written_names("EgressNode"));
+    let reports = || lab.manifests().reporting();
     wait_until("every node has reported", PATIENCE, reports, |known| *known == nodes)?;
     lab.start_controller("controller", options)
 }
@@ -235,16 +245,9 @@ pub fn forbid(ns: &NetNs, pod: &Pod, server: &Server) -> Result<()> {
     ))
 }
 
-/// Ends streams of datagrams, and checks that each was answered unchanged.
+/// Checks that each datagram of these flows was answered unchanged.
 pub fn all_answered(flows: &[UdpClients]) -> Result<()> {
-    flows.iter().for_each(|flows| flows.set_sending(false));
-    for flows in flows {
-        let all = flows.wait("quiet", PATIENCE, |all| all.iter().all(|one| one.last_arrival.elapsed() > QUIET))?;
-        for one in all {
-            assert_eq!((one.sent, one.corrupted), (one.received, 0), "{one:?}");
-        }
-    }
-    Ok(())
+    flows.iter().try_for_each(|flows| flows.all_answered().map(drop))
 }
 
 /// Waits until no new connection from a pod to `server` is established.

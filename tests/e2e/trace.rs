@@ -35,7 +35,7 @@ fn stream(pod: &Pod, server: &Server) -> Result<(UdpServer, Vec<UdpClients>)> {
 
 #[test]
 fn trace_reports_every_decision_and_loses_no_packet_even_when_killed() {
-    Lab::builder().workers(1).alone().run(|lab| {
+    Lab::builder().workers(1).run(|lab| {
         let (pod, server) = web_pod(lab, &[10])?;
         let usual = attached(lab)?;
         assert_eq!(usual.len(), 1);

@@ -140,8 +140,7 @@ fn large_answer_all_fragments_of_an_answer_arrive_by_each_transport() {
             wait_transport(lab, transport)?;
             if routed {
                 through_router(lab)?;
-                // Waits until the probes have noticed that the path between the nodes has changed.
-                wait_transport(lab, transport)?;
+                wait_routed(lab, &pod, &server)?;
             }
             for family in Family::BOTH {
                 // The host answers the first packets that are too large with the tunnel's MTU; the pod then sends smaller ones.
@@ -169,6 +168,23 @@ fn through_router(lab: &Lab) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Waits until a pod's packets and their answers go through the router.
+fn wait_routed(lab: &Lab, pod: &Pod, server: &Server) -> Result<()> {
+    let (capture, router) = (Capture::start(lab.router(), "eth0")?, lab.router().mac("eth0")?);
+    let worker = IpAddr::from(lab.node("worker1").underlay.v4);
+    // The router also sees frames that the bridge floods.
+    let tunnelled = |packet: &lab::Packet| {
+        packet.target_mac == router && packet.ports().is_some_and(|(_, to)| to.port() == TUNNEL_PORT)
+    };
+    let passed = || {
+        ping(&pod.ns, server.ips.ip(Family::V4), &Ping::default())?;
+        let from = capture.count(|packet| tunnelled(packet) && packet.ip().is_some_and(|ip| ip.source == worker));
+        let to = capture.count(|packet| tunnelled(packet) && packet.ip().is_some_and(|ip| ip.target == worker));
+        Ok((from, to))
+    };
+    wait_until("the router carries both directions", PATIENCE, passed, |(from, to)| *from > 0 && *to > 0).map(drop)
 }
 
 #[test]

@@ -30,7 +30,7 @@ fn whois_names_the_node_from_a_gateways_log_and_the_pod_from_its_living_flow() {
         let _client = TcpClients::establish(&pod.ns, target, 1, TcpOptions::default())?;
         wait_for("the server sees the flow", PATIENCE, || Ok(!streams.source_of_flow().is_empty()))?;
         let seen = streams.source_of_flow().values().next().context("nobody came")?.to_string();
-        let target = target.to_string();
+        let target = format!("{target}/tcp");
 
         // The gateway knows the node.
         let ask = || lab.egressctl("gw1", &["whois", &seen, "--at", &ago(AGO)?]);

@@ -87,6 +87,31 @@ impl Manifests {
             .with_context(|| format!("cannot write {}", file.display()))
     }
 
+    /// Writes the EgressNode of a node that has none, as a controller does, so that the node's agent can report before a controller plans.
+    pub(crate) fn join(&self, node: &str) -> Result<()> {
+        if self.written("EgressNode", node).is_some() {
+            return Ok(());
+        }
+        let directory = self.dir.join(".spillway/EgressNode");
+        fs::create_dir_all(&directory).with_context(|| format!("cannot make {}", directory.display()))?;
+        let metadata = json!({"name": node, "uid": format!("joined-{node}"), "generation": 1, "resourceVersion": "1"});
+        let object =
+            json!({"apiVersion": "spillway.io/v1alpha1", "kind": "EgressNode", "metadata": metadata, "spec": {}});
+        // JSON is valid YAML.
+        self.forge("EgressNode", node, &object.to_string())
+    }
+
+    /// Returns the sorted names of the nodes whose agents have reported.
+    pub fn reporting(&self) -> Result<Vec<String>> {
+        let mut names = self.written_names("EgressNode");
+        for name in std::mem::take(&mut names) {
+            if self.written_object("EgressNode", &name)?.is_some_and(|object| !object["status"].is_null()) {
+                names.push(name);
+            }
+        }
+        Ok(names)
+    }
+
     /// Returns the sorted names of the objects of a kind that Spillway wrote.
     pub fn written_names(&self, kind: &str) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.dir.join(".spillway").join(kind)) else { return Vec::new() };

@@ -231,6 +231,13 @@ impl Lab {
         names.iter().try_for_each(|name| self.start_agent(name, options))
     }
 
+    /// Like [`Self::start_agents`], for a lab whose controller starts once [`crate::Manifests::reporting`] names every node: its first
+    /// plan knows all reports.
+    pub fn start_agents_before_controller(&mut self, options: &StartOptions) -> Result<()> {
+        self.nodes().try_for_each(|node| self.manifests().join(&node.name))?;
+        self.start_agents(options)
+    }
+
     /// Starts the controller `name` in its own namespace. [`Lab::controller`] then returns it.
     pub fn start_controller(&mut self, name: &str, options: &StartOptions) -> Result<()> {
         let ns = self.role_namespace(name)?;

@@ -109,10 +109,11 @@ fn told_from_a_bucket(world: &InstalledCluster) -> Result<()> {
     wait_for("the bucket has the logs of the pod's node and of the gateway", PATIENCE, || {
         Ok(store.has(&pod.node, "flows") && store.has(&owner, "leases"))
     })?;
+    let to = format!("{target}/tcp");
     let copy = store.dir.join(BUCKET).join("spillway");
     let ask = || -> Result<Value> {
         let mut command = Command::new(lab::process::binary("egressctl")?);
-        command.args(["whois", &seen, "--at", &began, "--to", &target, "-o", "json", "--log"]).arg(&copy);
+        command.args(["whois", &seen, "--at", &began, "--to", &to, "-o", "json", "--log"]).arg(&copy);
         let output = command.output()?;
         serde_json::from_slice(&output.stdout)
             .with_context(|| format!("whois: {}", String::from_utf8_lossy(&output.stderr)))

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use super::wire::{RECORD, Record, bind, wait_readable};
 use super::{next_id, tally};
@@ -150,8 +150,10 @@ pub struct UdpFlowReport {
     pub local: SocketAddr,
     /// Requests sent.
     pub sent: u64,
-    /// Replies with the right content.
+    /// Requests with a right reply.
     pub received: u64,
+    /// Further right replies to the same requests.
+    pub repeated: u64,
     /// The server's unsolicited datagrams.
     pub pushed: u64,
     /// Replies with the wrong content.
@@ -164,8 +166,8 @@ pub struct UdpFlowReport {
     pub last_arrival: Instant,
 }
 
-/// The time after which a datagram or its answer counts as lost.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// The time after which a datagram or its answer counts as lost, even on a machine with much load.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 struct ClientShared {
@@ -190,6 +192,7 @@ impl UdpClients {
                 local: socket.local_addr()?,
                 sent: 0,
                 received: 0,
+                repeated: 0,
                 pushed: 0,
                 corrupted: 0,
                 errors: BTreeMap::new(),
@@ -232,12 +235,17 @@ impl UdpClients {
         self.shared.sending.store(sending, Ordering::Relaxed);
     }
 
-    /// Stops sending until each datagram has been answered, then continues. Returns the number of replies. Fails if one was lost.
+    /// Stops sending until each datagram has been answered, then continues. Returns the number of replies. Fails if one was lost,
+    /// repeated or changed.
     pub fn all_answered(&self) -> Result<u64> {
         self.set_sending(false);
         let flows = self.wait("an answer to each datagram", ANSWER_TIMEOUT, |flows| {
-            flows.iter().all(|flow| flow.received == flow.sent && flow.errors.is_empty())
+            flows.iter().all(|flow| flow.received == flow.sent)
         })?;
+        let wrong = |flow: &&UdpFlowReport| flow.repeated + flow.corrupted > 0 || !flow.errors.is_empty();
+        if let Some(flow) = flows.iter().find(wrong) {
+            bail!("not exactly one right answer to each datagram: {flow:?}");
+        }
         self.set_sending(true);
         Ok(flows.iter().map(|flow| flow.received).sum())
     }
@@ -262,13 +270,15 @@ fn client_socket(target: SocketAddr) -> Result<UdpSocket> {
 fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions, stop: &Stop) -> Result<()> {
     let mut bytes = vec![0; MAX_DATAGRAM];
     let mut next_tick = Instant::now();
+    // The requests of each flow that are not answered yet.
+    let mut open: Vec<BTreeSet<u64>> = vec![BTreeSet::new(); sockets.len()];
     while !stop.requested() {
         wait_readable(sockets)?;
         let mut flows = lock(&shared.flows);
-        for (socket, flow) in sockets.iter().zip(flows.iter_mut()) {
+        for ((socket, flow), open) in sockets.iter().zip(flows.iter_mut()).zip(&mut open) {
             loop {
                 match receive(socket, &mut bytes) {
-                    Ok(Some((size, _))) => flow.take(&bytes[..size], options.size),
+                    Ok(Some((size, _))) => flow.take(&bytes[..size], options.size, open),
                     Ok(None) => break,
                     Err(error) => *flow.errors.entry(error.to_string()).or_default() += 1,
                 }
@@ -276,10 +286,13 @@ fn request(sockets: &[UdpSocket], shared: &ClientShared, options: &UdpOptions, s
         }
         if Instant::now() >= next_tick && shared.sending.load(Ordering::Relaxed) {
             next_tick = Instant::now() + options.interval;
-            for (socket, flow) in sockets.iter().zip(flows.iter_mut()).filter(|(_, flow)| flow.sent < options.requests)
-            {
+            let all = sockets.iter().zip(flows.iter_mut()).zip(&mut open);
+            for ((socket, flow), open) in all.filter(|((_, flow), _)| flow.sent < options.requests) {
                 match socket.send(&Record { id: flow.id, sequence: flow.sent }.padded(options.size)) {
-                    Ok(_) => flow.sent += 1,
+                    Ok(_) => {
+                        open.insert(flow.sent);
+                        flow.sent += 1;
+                    }
                     Err(error) => *flow.errors.entry(error.to_string()).or_default() += 1,
                 }
             }
@@ -294,13 +307,16 @@ impl UdpFlowReport {
         self.longest_pause.max(self.last_arrival.elapsed())
     }
 
-    fn take(&mut self, bytes: &[u8], size: usize) {
+    fn take(&mut self, bytes: &[u8], size: usize, open: &mut BTreeSet<u64>) {
         let now = Instant::now();
         self.longest_pause = self.longest_pause.max(now - self.last_arrival);
         self.last_arrival = now;
         match Record::decode(bytes) {
             Some(record) if record.id == self.id && record.sequence == PUSHED => self.pushed += 1,
-            Some(record) if record.id == self.id && bytes == record.padded(size.max(RECORD)) => self.received += 1,
+            Some(record) if record.id == self.id && bytes == record.padded(size.max(RECORD)) => {
+                let count = if open.remove(&record.sequence) { &mut self.received } else { &mut self.repeated };
+                *count += 1;
+            }
             _ => self.corrupted += 1,
         }
     }
