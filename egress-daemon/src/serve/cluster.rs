@@ -247,7 +247,7 @@ fn explain(store: &Store, click: &Click) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::Files;
+    use crate::store::{Files, Stored};
 
     const TEXT: &str = r#"# HELP spillway_policy_flows flows
 spillway_policy_flows{policy="web",namespace="prod",egress_ip="192.0.2.10"} 4.0
@@ -303,23 +303,28 @@ spillway_build_info{version="0.1.0"} 1.0
         assert_eq!(found, [("a".to_owned(), "10.0.0.1".parse().unwrap())].into());
     }
 
+    /// Writes the condition Ready of a policy.
+    async fn report<T: Stored>(store: &Store, key: &Key, reason: &str) {
+        let mut object = serde_json::to_value(store.get::<T>(key).unwrap().as_ref()).unwrap();
+        object["status"] = json!({"conditions": [{"type": "Ready", "status": "False", "reason": reason,
+            "message": "pod a waits", "lastTransitionTime": "2026-01-01T00:00:00Z"}]});
+        store.replace_status::<T>(&serde_json::from_value(object).unwrap()).await.unwrap();
+    }
+
     #[tokio::test]
     async fn explain_finds_policies_by_the_names_of_the_metrics() {
         let dir = tempfile::tempdir().unwrap();
-        let policy = |kind: &str, metadata: Value, reason: &str| {
-            let ready = json!({"type": "Ready", "status": "False", "reason": reason, "message": "pod a waits",
-                "lastTransitionTime": "2026-01-01T00:00:00Z"});
-            let (egress, to) = (json!([{"name": "public"}]), json!(["0.0.0.0/0"]));
-            json!({"apiVersion": "spillway.io/v1beta1", "kind": kind, "metadata": metadata, "status": {"conditions": [ready]},
-                "spec": {"selectors": [{"podSelector": {}}], "destinationCIDRs": to, "egressIPPools": egress}})
+        let policy = |kind: &str, metadata: Value| {
+            let (pools, to) = (json!([{"name": "public"}]), json!(["0.0.0.0/0"]));
+            let spec = json!({"selectors": [{"podSelector": {}}], "destinationCIDRs": to, "egressIPPools": pools});
+            json!({"apiVersion": "spillway.io/v1beta1", "kind": kind, "metadata": metadata, "spec": spec}).to_string()
         };
-        let objects = [
-            policy("EgressGatewayPolicy", json!({"name": "web"}), "OfTheCluster"),
-            policy("EgressPolicy", json!({"name": "web", "namespace": "prod"}), "OfANamespace"),
-        ];
-        let text = objects.map(|object| object.to_string()).join("\n---\n");
+        let own = policy("EgressPolicy", json!({"name": "web", "namespace": "prod"}));
+        let text = [policy("EgressGatewayPolicy", json!({"name": "web"})), own].join("\n---\n");
         std::fs::write(dir.path().join("policies.yaml"), text).unwrap();
         let store = Files::open(dir.path()).unwrap();
+        report::<EgressGatewayPolicy>(&store, &Key::cluster("web"), "OfTheCluster").await;
+        report::<EgressPolicy>(&store, &Key::namespaced("prod", "web"), "OfANamespace").await;
         let explained = |policy: &str| {
             let (policy, egress_ip) = (Some(policy.to_owned()), Some("192.0.2.10".to_owned()));
             explain(&store, &Click { policy, egress_ip, node: String::new(), pod: String::new(), to: String::new() })
