@@ -47,6 +47,14 @@ pub mod pending {
     pub const AGAIN: u8 = 2;
 }
 
+/// Values of [`Flow::queued`] while a record of the flow is in `ENDED_*`.
+pub mod queued {
+    /// The flow has ended.
+    pub const QUEUED: u8 = 1;
+    /// It is a question over UDP that had no answer when it was queued.
+    pub const UNANSWERED: u8 = 2;
+}
+
 map_type! {
     /// Value of `FLOWS_*`: the record for outgoing packets.
     pub struct Flow {
@@ -82,7 +90,7 @@ map_type! {
         pub state: u16,
         /// How the remote side has ended the connection, [`crate::tcp::end`].
         pub back: u8,
-        /// 1 while a record of the flow is in `ENDED_*`, else 0.
+        /// What is known while a record of the flow is in `ENDED_*`, [`queued`]; else 0.
         pub queued: u8,
         /// [`kind`].
         pub kind: u8,

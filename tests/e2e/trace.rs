@@ -99,7 +99,7 @@ fn trace_ends_with_its_agent_and_the_next_one_has_the_usual_programs() {
                 false => lab.agent("worker1").kill()?,
             }
             wait_for("the trace has ended", PATIENCE, || Ok(!tool.alive()?))?;
-            assert!(tool.log().contains("the trace with it"), "{}", tool.log());
+            assert!(tool.log().contains("ended the trace"), "{}", tool.log());
             // An agent that is told to stop restores the usual programs; if it dies, the next agent does.
             assert_eq!(attached(lab)? != traced, gently);
             lab.start_agent("worker1", &calm())?;

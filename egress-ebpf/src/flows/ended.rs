@@ -16,7 +16,10 @@ use crate::{
 use aya_ebpf::helpers::bpf_loop;
 use core::ffi::c_void;
 use egress_common::{
-    flow::{Ended, Flow, FlowKey},
+    flow::{
+        Ended, Flow, FlowKey,
+        queued::{QUEUED, UNANSWERED},
+    },
     limits::{ENDED_TICKS, RECLAIM_BATCH, RECLAIM_LOOKS, WELL_KNOWN_PORTS},
     tcp, udp,
     verdict::{Counter, Verdict},
@@ -39,7 +42,7 @@ fn queue<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
         let record = Ended { key: *key, ticket: flow.ticket, due: now_tick().wrapping_add(ENDED_TICKS) };
         // If the queue is full, the flow waits for the collector's round.
         if F::ended().push(record, 0).is_ok() {
-            flow.queued = 1;
+            flow.queued = QUEUED;
         }
     }
 }
@@ -88,11 +91,11 @@ pub fn by_remote<F: Family>(
         flow.back = 0;
     }
     if has_ended::<F>(key, flow) {
-        if key.proto == proto::UDP && flow.queued != 0 {
+        match flow.queued {
+            UNANSWERED => flow.queued = QUEUED,
             // The remote side sends for longer than an answer takes.
-            flow.state |= udp::seen::MORE;
-        } else {
-            queue::<F>(key, flow);
+            QUEUED if key.proto == proto::UDP => flow.state |= udp::seen::MORE,
+            _ => queue::<F>(key, flow),
         }
     }
     judged
@@ -184,7 +187,11 @@ pub fn drain<F: Family>() -> i64 {
     }
     // Age alone does not allow its removal; it is queued again, for a new flow that needs its place.
     flow.queued = 0;
-    queue::<F>(&record.key, flow);
+    if record.key.proto == proto::UDP && !answered {
+        queue_unanswered::<F>(&record.key, flow);
+    } else {
+        queue::<F>(&record.key, flow);
+    }
     0
 }
 
@@ -209,24 +216,32 @@ fn queued<F: Family>(record: &Ended<F>) -> Option<&'static mut Flow> {
 pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
     let idle = now.wrapping_sub(flow.last_seen) as i32;
     if key.proto == proto::UDP && udp::is_question(flow.state) && idle >= ENDED_TICKS as i32 {
-        queue::<F>(key, flow);
+        queue_unanswered::<F>(key, flow);
     }
 }
 
-/// Makes room for a flow that this packet would open: removes a batch of ended flows, those that ended first. A pod that has used up its
-/// quota makes room among its own flows only. Returns their number.
+/// Queues a question that has no answer yet.
+#[inline(always)]
+fn queue_unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
+    queue::<F>(key, flow);
+    if flow.queued == QUEUED {
+        flow.queued = UNANSWERED;
+    }
+}
+
+/// Makes room for a flow that this packet would open: removes a batch of ended flows, those that
+/// ended first, and more until the pod is within its quota. Returns their number.
 #[inline(always)]
 pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
     let Some(pod) = F::load(pkt, ETH_LEN + F::SRC) else { return 0 };
     // SAFETY: entries are replaced, not changed in place.
     let Some(endpoint) = (unsafe { F::endpoints().get(pod) }) else { return 0 };
-    let (Some(config), Some(search)) = (CONFIG.get(0), F::search().get_ptr_mut(0)) else { return 0 };
+    let Some(search) = F::search().get_ptr_mut(0) else { return 0 };
     // SAFETY: the element is this CPU's own, and programs at TC hooks do not interrupt each other on one CPU. The callback takes no
     // context.
     unsafe {
         (*search).endpoint = endpoint.id;
         (*search).outcome = 0;
-        (*search).own = share::is_used_up::<F>(config, endpoint.id) as u32;
         bpf_loop(RECLAIM_LOOKS, take_one::<F> as *mut c_void, core::ptr::null_mut(), 0);
         (*search).outcome as u64
     }
@@ -234,18 +249,13 @@ pub fn reclaim<F: Family>(pkt: &Packet) -> u64 {
 
 /// Removes the oldest ended flow. Returns 0 to continue, 1 to stop.
 extern "C" fn take_one<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
-    let Some(search) = ports::search::<F>() else { return 1 };
+    let (Some(config), Some(search)) = (CONFIG.get(0), ports::search::<F>()) else { return 1 };
     let Ok(Some(record)) = F::ended().pop() else { return 1 };
     let Some(flow) = queued::<F>(&record) else { return 0 };
-    if search.own != 0 && flow.endpoint != search.endpoint {
-        // Another pod's flow makes no room in this pod's quota.
-        flow.queued = F::ended().push(record, 0).is_ok() as u8;
-        return 0;
-    }
     forget::<F>(&record.key, flow);
     stats::count(Counter::FlowsReclaimed);
     search.outcome += 1;
-    (search.outcome as u64 >= RECLAIM_BATCH) as i64
+    (search.outcome as u64 >= RECLAIM_BATCH && !share::is_used_up::<F>(config, search.endpoint)) as i64
 }
 
 once! {

@@ -211,7 +211,8 @@ pub fn caught<F: Family>(pkt: &Packet, checked: u32) -> u64 {
         // Routing has already decremented the hop limit.
         return translated::send::<F>(pkt, config, &ip, &t, &taken, false).to_bits();
     }
-    let left_alone = F::inbound().get_ptr(&key).is_some();
+    // A query of the pod's own never belongs to a record of an inbound one.
+    let left_alone = t.kind != Kind::Query && F::inbound().get_ptr(&key).is_some();
     if left_alone { Verdict::Pass } else { unguarded::<F>(pkt, config, &ip, &t) }.to_bits()
 }
 

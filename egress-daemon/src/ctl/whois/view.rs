@@ -213,10 +213,13 @@ fn about_log(doubt: &flows::Doubt) -> String {
         flows::Doubt::Unread(why) => format!("a file of the log of flows cannot be read: {why}"),
         flows::Doubt::Lost(from, until, 0) => {
             format!(
-                "starts and ends of flows between {} and {} may be missing: the agent was killed, or its clock was set",
+                "starts and ends of flows between {} and {} may be missing: the agent was killed",
                 text(*from),
                 text(*until)
             )
+        }
+        flows::Doubt::Lost(from, until, flows::CLOCK) => {
+            format!("the node's clock was set: times between {} and {} may be wrong", text(*from), text(*until))
         }
         flows::Doubt::Lost(from, until, count) => {
             format!("{count} starts and ends of flows between {} and {} are missing", text(*from), text(*until))

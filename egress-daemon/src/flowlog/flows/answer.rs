@@ -1,6 +1,6 @@
 //! The answer from recorded flows: the users of a port at a time, their certainty, and the reasons for doubt. Pure.
 
-use super::{Found, Recorded, Span, TICK};
+use super::{CLOCK, Found, Recorded, Span, TICK};
 use crate::flowlog::Instant;
 use egress_core::leaselog::LeaseQuestion;
 use std::collections::HashMap;
@@ -39,7 +39,8 @@ pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likel
     let LeaseQuestion { from, until, slack, .. } = question;
     let losses: Vec<Loss> = found.spans.iter().flat_map(|span| span.lost.iter().copied()).collect();
     // The clock may have been set during a loss of unknown extent: then no recorded time tells what was open in between.
-    let is_then = |(since, at, count): &&Loss| *count == 0 && *since <= until + slack && from - slack <= *at;
+    let is_then =
+        |(since, at, count): &&Loss| (*count == 0 || *count == CLOCK) && *since <= until + slack && from - slack <= *at;
     let then = losses.iter().find(is_then);
     let mut likely: Vec<Likely> = Vec::new();
     for (flow, has_end) in settle(found).into_iter().filter(|(flow, _)| !flow.refused) {
@@ -49,7 +50,7 @@ pub fn answer(found: Found, question: LeaseQuestion, living: bool) -> (Vec<Likel
         }
         let fits = flow.began + TICK + slack <= from && flow.ended.is_none_or(|ended| until <= ended - slack);
         // If no file has its end, the end may be among the missing events.
-        let may_end = |(since, at, _): &&Loss| flow.began <= *at && *since < until + slack;
+        let may_end = |(since, at, count): &&Loss| *count != CLOCK && flow.began <= *at && *since < until + slack;
         let end = if has_end { None } else { losses.iter().find(may_end) };
         let lost = then.or(end).filter(|_| fits).map(|(since, at, count)| Doubt::Lost(*since, *at, *count));
         likely.push(Likely { surely: fits && lost.is_none(), lost, flow });
@@ -108,7 +109,9 @@ fn doubts(found: &Found, question: LeaseQuestion, living: bool) -> Vec<Doubt> {
     }
     doubts.extend(older(spans, until).filter(|_| !living).map(Doubt::Older));
     // A flow is unknown if its start is missing, and its end is missing or has yet to come.
-    let lost = || spans.iter().flat_map(|span| &span.lost);
+    // Where only the clock was set, no event is missing: times are wrong around then.
+    let concerns = |(since, at, count): &&Loss| *count != CLOCK || *since <= until + slack && from - slack <= *at;
+    let lost = || spans.iter().flat_map(|span| &span.lost).filter(concerns);
     let beginning = lost().rfind(|(since, _, _)| *since <= until + slack);
     let end = lost().find(|(_, at, _)| from - slack <= *at);
     if let (Some((since, at, count)), true) = (beginning, end.is_some() || !living) {

@@ -1,7 +1,7 @@
 //! The thread that reads the programs' reports of flows once a second, and logs them.
 
 use super::interpret::{Event, Interpreter, Lookup, Numbered};
-use super::{Line, MAX_BYTES, line};
+use super::{CLOCK, Line, MAX_BYTES, line};
 use crate::flowlog::export::{self, Exporters, Record};
 use crate::flowlog::files::{JOURNAL, of_kind};
 use crate::flowlog::keeper::{Keeper, Longest};
@@ -243,11 +243,15 @@ impl<S: Source> Watch<S> {
 
     /// Exports events while the log cannot be opened, which loses them for the log. Without collectors they wait in the programs' buffer.
     fn pass(&mut self) {
-        // The next agent must learn of the loss even if this one never opens the log.
-        if self.exporters.is_empty() || fs::create_dir_all(&self.unlogged).is_err() {
+        if self.exporters.is_empty() {
             return;
         }
         let events = self.source.take(BATCH);
+        if events.is_empty() {
+            return;
+        }
+        // The next agent learns of the loss even if this one never opens the log.
+        fs::create_dir_all(&self.unlogged).ok();
         let (flows, unknown) = self.interpreter.flows(&events, &self.source);
         let missing = flows.len() as u64 + unknown;
         self.export(flows);
@@ -269,7 +273,7 @@ impl<S: Source> Watch<S> {
             lines.push(Line::Lost(self.last, at, missing));
         }
         if let Some((from, until)) = self.set {
-            lines.push(Line::Lost(from, until, 0));
+            lines.push(Line::Lost(from, until, CLOCK));
         }
         if lines.is_empty() && self.header.is_empty() && at - self.last < ALIVE {
             return;
@@ -319,8 +323,9 @@ impl<S: Source> Watch<S> {
                 self.told = left.lost;
                 self.header = self.first(Line::Continued(self.last, self.node.clone()));
                 let was_set = left.until - at > CLOCK_SET;
-                if !left.stopped || was_set || self.unlogged.is_dir() {
-                    self.header.push(Line::Lost(self.last, at.max(left.until), 0));
+                let may_lack = !left.stopped || self.unlogged.is_dir();
+                if may_lack || was_set {
+                    self.header.push(Line::Lost(self.last, at.max(left.until), if may_lack { 0 } else { CLOCK }));
                 }
             }
             None => {

@@ -26,6 +26,9 @@ use std::net::{IpAddr, SocketAddr};
 /// The length of a tick of the programs, in microseconds. A flow began and ended at most one tick after the recorded time.
 pub const TICK: Instant = 1_073_742;
 
+/// The number in a [`Line::Lost`] that says only that the node's clock was set: no event is missing. It fits a signed column.
+pub const CLOCK: u64 = i64::MAX as u64;
+
 /// The maximum size of a flow log in bytes: about 250 million flows.
 pub const MAX_BYTES: u64 = 2 << 30;
 

@@ -254,13 +254,17 @@ impl UserFile {
                 new.insert(target, object);
             }
         }
-        if new.is_empty() && problems.is_empty() {
+        let had_objects = || {
+            let before = || texts.last_good(path).is_some_and(|text| !parser.parse(path, &text).0.is_empty());
+            !self.objects.is_empty() || before()
+        };
+        if new.is_empty() && problems.is_empty() && had_objects() {
             problems.push(StoreProblem {
                 file: path.to_owned(),
                 document: None,
                 object: None,
                 field: None,
-                message: "the file has no objects".to_owned(),
+                message: "the file no longer has objects".to_owned(),
                 remedy: "remove it if its objects should go; until then its last good version stays in force"
                     .to_owned(),
             });

@@ -256,7 +256,7 @@ fn an_emptied_file_keeps_its_objects_until_it_is_removed() {
         world.settle();
         world.write("a.yaml", empty);
         world.settle();
-        let problem = "a.yaml: the file has no objects: remove it if its objects should go; until then its last good version \
+        let problem = "a.yaml: the file no longer has objects: remove it if its objects should go; until then its last good version \
                        stays in force";
         assert_eq!((world.names(), world.problems()), (vec!["a".to_owned()], vec![problem.to_owned()]), "{empty}");
         // A new process knows the last good version, too.
@@ -264,6 +264,8 @@ fn an_emptied_file_keeps_its_objects_until_it_is_removed() {
         world.settle();
         assert_eq!((world.names(), world.problems()), (vec!["a".to_owned()], vec![problem.to_owned()]), "{empty}");
         world.files.remove(Path::new("a.yaml"));
+        // One that never had objects is in order.
+        world.write("b.yaml", empty);
         world.settle();
         assert_eq!((world.names(), world.problems()), (vec![], vec![]), "{empty}");
     }

@@ -349,10 +349,10 @@ impl CacheState {
     /// has the version and the status of the object: otherwise a write of the status would conflict, and the user would not learn of the
     /// problem. A status that cannot be decoded either is dropped, so that it is written anew.
     fn replacement(&self, target: &ObjectRef, version: String, whole: &Value) -> Option<Item> {
-        let mut value = match self.view.get(target.kind, &target.key) {
-            Some(present) => target.kind.encode(&present)?,
-            None => without_egress_ips(target.kind, whole)?,
-        };
+        let present = self.view.get(target.kind, &target.key).and_then(|present| target.kind.encode(&present));
+        // A policy without egress IPs is itself a replacement, and covers what the object covered then.
+        let good = present.filter(|value| value.pointer("/spec/egressIPPools") != Some(&json!([])));
+        let mut value = good.map_or_else(|| without_egress_ips(target.kind, whole), Some)?;
         value["metadata"]["resourceVersion"] = version.clone().into();
         let status = whole.get("status").cloned().unwrap_or_default();
         let object = [status, Value::Null].into_iter().find_map(|status| {

@@ -154,14 +154,16 @@ async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) 
     let kind = watched.kind;
     let mut events = pin!(watcher(api(client.clone(), kind), watched.config(part)));
     let mut retry = Retry::default();
-    let mut is_refused = false;
+    // A watch that was dropped may have left it so.
+    let mut is_refused = true;
+    let mut is_listing = true;
     loop {
         let event = match tokio::time::timeout(QUIET, events.next()).await {
             Ok(Some(event)) => event,
             Ok(None) => return,
-            // A resumed watch is silent until an object changes, and a refused one fails immediately.
+            // A resumed watch is silent until an object changes, and a refused one fails immediately. A list may hang before it fails.
             Err(_) => {
-                if std::mem::take(&mut is_refused) {
+                if !is_listing && std::mem::take(&mut is_refused) {
                     cache.refuses(kind, false);
                 }
                 continue;
@@ -191,6 +193,11 @@ async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) 
                 continue;
             }
         };
+        match event {
+            Event::Init => is_listing = true,
+            Event::InitDone => is_listing = false,
+            _ => {}
+        }
         if proves_success(&event) {
             if retry.is_over() {
                 tracing::info!("{kind} objects are watched again");
