@@ -16,7 +16,7 @@ const HALVES: usize = 8;
 /// The maximum number of destinations of a policy.
 const MOST: usize = 1_024;
 /// An unoptimised agent takes seconds to merge this many routes.
-const SLOW: Duration = PATIENCE.saturating_mul(4);
+const SLOW: Duration = PATIENCE.saturating_mul(8);
 
 /// A policy for the pods with the label `large`, with IPv4 destinations that include the server. A table of routes has room for 262,144
 /// pairs of a class and a destination, so it overflows if those pods have 256 classes and another policy also has a route.

@@ -66,8 +66,9 @@ pub(super) fn choose(
             egress
         };
         let Some(egress) = egress else { continue };
-        match try_slot(walk, question, policy, egress) {
+        match try_slot(walk, question, policy, egress, per_endpoint) {
             Slot::Unusable => {}
+            Slot::NoPort if per_endpoint => return walk.dropped(Counter::DropNoPort),
             Slot::NoPort => no_port = true,
             Slot::Taken => return hand_over(walk, egress),
         }
@@ -127,8 +128,9 @@ enum Slot {
     Taken,
 }
 
-fn try_slot(walk: &mut Walk<'_>, question: &Question, policy: u32, egress: u32) -> Slot {
+fn try_slot(walk: &mut Walk<'_>, question: &Question, policy: u32, egress: u32, per_endpoint: bool) -> Slot {
     let dump = walk.dump;
+    let then = if per_endpoint { "the pod has no other one" } else { "another slot is tried" };
     let Some((ip, e)) = dump.egress_ip(egress) else {
         walk.say("slot", "That egress IP is gone; another slot is tried.");
         return Slot::Unusable;
@@ -151,13 +153,13 @@ fn try_slot(walk: &mut Walk<'_>, question: &Question, policy: u32, egress: u32) 
     }
     let ports = dump.blocks(egress).len() * usize::from(port_block::SIZE);
     if ports == 0 {
-        walk.say("ports", format!("No port block of {ip} is leased to this node; another slot is tried."));
+        walk.say("ports", format!("No port block of {ip} is leased to this node; {then}."));
         return Slot::NoPort;
     }
     let used = used_ports(dump, question, egress);
     let to = question.to;
     if used >= ports {
-        walk.say("ports", format!("All {ports} ports of {ip} here are in use towards {to}; another slot is tried."));
+        walk.say("ports", format!("All {ports} ports of {ip} here are in use towards {to}; {then}."));
         return Slot::NoPort;
     }
     let mut text = format!("{used} of the {ports} ports of {ip} here are in use towards {to}: one is free.");
