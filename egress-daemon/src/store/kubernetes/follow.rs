@@ -158,17 +158,18 @@ async fn take_in(client: &Client, watched: &Watched, part: bool, cache: &Cache) 
     let mut is_refused = true;
     let mut is_listing = true;
     loop {
-        let event = match tokio::time::timeout(QUIET, events.next()).await {
-            Ok(Some(event)) => event,
-            Ok(None) => return,
-            // A resumed watch is silent until an object changes, and a refused one fails immediately. A list may hang before it fails.
-            Err(_) => {
-                if !is_listing && std::mem::take(&mut is_refused) {
-                    cache.refuses(kind, false);
-                }
+        // A resumed watch is silent until an object changes, and a refused one fails immediately. A list may hang before it fails.
+        let event = if is_refused && !is_listing {
+            let Ok(event) = tokio::time::timeout(QUIET, events.next()).await else {
+                is_refused = false;
+                cache.refuses(kind, false);
                 continue;
-            }
+            };
+            event
+        } else {
+            events.next().await
         };
+        let Some(event) = event else { return };
         let event = match event {
             Ok(event) => event,
             Err(error) => {
