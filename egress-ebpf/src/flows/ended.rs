@@ -223,9 +223,11 @@ pub fn unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow, now: u32) {
 /// Queues a question that has no answer yet.
 #[inline(always)]
 fn queue_unanswered<F: Family>(key: &FlowKey<F>, flow: &mut Flow) {
-    queue::<F>(key, flow);
-    if flow.queued == QUEUED {
-        flow.queued = UNANSWERED;
+    if flow.queued == 0 {
+        queue::<F>(key, flow);
+        if flow.queued == QUEUED {
+            flow.queued = UNANSWERED;
+        }
     }
 }
 
