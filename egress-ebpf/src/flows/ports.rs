@@ -82,6 +82,12 @@ fn slot<F: Family>(s: &Search<F>, attempt: u32) -> Option<u32> {
     Some(unsafe { *chunk.egress.as_ptr().add((at % MAGLEV_CHUNK as u32) as usize) } as u32)
 }
 
+/// Returns 1 if the pod's flows have no slot but the usable one that is assigned to it: without a port there, a flow has none.
+#[inline(always)]
+fn is_only<F: Family>(s: &Search<F>) -> i64 {
+    (s.policy.flags & policy_flags::PER_ENDPOINT != 0) as i64
+}
+
 /// Attempts one slot. Returns 0 to continue, 1 to stop.
 extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     let Some(s) = search::<F>() else { return 1 };
@@ -92,12 +98,10 @@ extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
     if member.usable == 0 || member.generation != e.generation {
         return 0;
     }
-    // While the assigned egress IP is usable, an endpoint has no other: without a port there, its flow has none.
-    let only = (s.policy.flags & policy_flags::PER_ENDPOINT != 0) as i64;
     let blocks = list.count;
     s.outcome = NO_PORT;
     if blocks == 0 || blocks > port_block::COUNT as u32 {
-        return only;
+        return is_only(s);
     }
     s.key.src = F::from_any(&e.addr);
     s.value.egress = egress;
@@ -113,12 +117,12 @@ extern "C" fn try_slot<F: Family>(attempt: u32, _ctx: *mut c_void) -> i64 {
         unsafe { bpf_loop(SHARE_PROBES, look_at::<F> as *mut c_void, core::ptr::null_mut(), 0) };
         if s.own >= SHARE_LIMIT {
             s.outcome = SHARE;
-            return only;
+            return is_only(s);
         }
     }
     // SAFETY: the callback takes no context.
     unsafe { bpf_loop(probes, try_port::<F> as *mut c_void, core::ptr::null_mut(), 0) };
-    if s.outcome == NO_PORT { only } else { 1 }
+    if s.outcome == NO_PORT { is_only(s) } else { 1 }
 }
 
 /// Puts the port of one attempt into the key.

@@ -258,13 +258,14 @@ fn guests(
     let (unit, end_to_end) = (find(binaries, "egress-node")?.path(), find(binaries, "tests/spillway")?.path());
     let binaries = guest::Binaries { unit, end_to_end, bin_dir: &build::folder(false) };
     for kernel in kernels {
-        if !schedule.allows(&guest::title(*kernel), tally) {
-            continue;
-        }
+        let title = guest::title(*kernel);
         let extent = match kernel {
             _ if asked => Extent::EndToEnd,
-            Kernel::V6_1 => Extent::Datapath,
-            _ => Extent::Loading,
+            Kernel::V6_1 if schedule.allows(&format!("the datapath's tests in the {title}"), tally) => Extent::Datapath,
+            // The oldest kernel has the tightest limits. Every run shows that it accepts the programs, however late it is.
+            Kernel::V6_1 => Extent::Loading,
+            _ if schedule.allows(&title, tally) => Extent::Loading,
+            _ => continue,
         };
         guest::run(*kernel, &binaries, extent, bless, tally)?;
     }
