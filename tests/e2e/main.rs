@@ -33,6 +33,7 @@ mod protocols;
 mod restart;
 mod security;
 mod services;
+mod sizes;
 mod slots;
 mod spread;
 mod store;

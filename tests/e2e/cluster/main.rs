@@ -26,6 +26,9 @@ use world::InstalledCluster;
 /// Tests that check how fast a gateway is replaced, or that nothing is lost under load. Each has the machine to itself.
 const ALONE: [&str; 3] = ["failures::a_gateway_", "maintenance::", "under_load"];
 
+/// Tests that wait for minutes and load nothing. They take no share of the machine: others may have it to themselves meanwhile.
+const WAITING: [&str; 3] = ["failures::the_api_server_", "writes::a_cluster_at_rest", "writes::first_pod"];
+
 type Test = (&'static str, fn(&InstalledCluster) -> Result<()>);
 
 const TESTS: &[&[Test]] = &[
@@ -77,13 +80,17 @@ fn run(tests: &[Test]) -> ExitCode {
         Ok(Ok(world)) => {
             let mut whole = None;
             for (name, test) in tests {
-                let alone = ALONE.iter().any(|part| name.contains(part));
+                let any_of = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
+                let (alone, waiting) = (any_of(&ALONE), any_of(&WAITING));
                 let result = catch_unwind(AssertUnwindSafe(|| {
                     // All other tests must end before a test has the machine alone, so consecutive tests of this kind keep the lock.
                     let kept = whole.take().filter(|_| alone);
-                    let share = kept.map_or_else(|| lab::machine::take(alone), Ok)?;
+                    let share = match kept {
+                        None if !waiting => Some(lab::machine::take(alone)?),
+                        kept => kept,
+                    };
                     let result = world.fresh().and_then(|()| test(world));
-                    whole = alone.then_some(share);
+                    whole = share.filter(|_| alone);
                     result
                 }));
                 let failure = match result {

@@ -218,9 +218,7 @@ fn run_job(job: &Job<'_>, environment: &Environment, tally: &mut Tally) -> Resul
     command.env("SPILLWAY_BIN", build::folder(false)).envs(environment.iter().map(|(name, value)| (name, value)));
     command.args(&job.tests);
     let lab = job.binary.kind == Kind::EndToEnd;
-    if lab {
-        command.args(["--test-threads", plan::THREADS]);
-    }
+    command.args(["--test-threads", if lab { plan::THREADS } else { plan::UNIT_THREADS }]);
     if job.tests == [plan::PAGE] {
         command.env("SPILLWAY_PAGE", workspace::root().join("docs/page.png"));
     }

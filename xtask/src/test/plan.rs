@@ -1,6 +1,6 @@
 //! The plan of a run, as data: jobs that run sequentially.
 //!
-//! Unit tests use every processor. The labs' tests mostly wait, so several of a binary run concurrently, after those that make load or
+//! Unit tests use every processor, one binary at a time. The labs' tests mostly wait, so several of a binary run concurrently, after those that make load or
 //! depend on real time, which take exclusive use of the machine (`lab::machine`). Jobs that use Kubernetes or its programs run concurrently
 //! with the labs' jobs. Other binaries do not run concurrently.
 
@@ -15,18 +15,22 @@ pub const CHART: &str = "tests/chart";
 const SPILLWAY: &str = "tests/spillway";
 /// The number of end-to-end tests that may begin concurrently: all of them, so that `lab::machine` decides which run.
 pub const THREADS: &str = "256";
+/// The number of a binary's unit tests that run concurrently on two processors. Those of the shell and of the datapath wait for kernels,
+/// leases and timers half of the time.
+pub const UNIT_THREADS: &str = "6";
 /// The modes in which they run once more. In the lab the transport `Auto` resolves to `direct`, and `xdp: Auto` to TC.
 ///
 /// The transport of source nodes and the place where gateways forward are independent. So every module runs with `direct` and `vxlan` and
 /// in both places, but only the modules with most kinds of packets also run with `direct` and XDP. The device uses the same outer headers
-/// as `vxlan`, which covers dying gateways, changing policies and exhausted ports, so these modules are not run with the device.
+/// as `vxlan`, which covers dying gateways, changing policies and exhausted ports, so these modules are not run with the device. `sizes::`
+/// sets its transports itself: only the place where gateways forward is left to vary.
 const OTHER_MODES: [(TestMode, &[&str]); 3] = [
     (TestMode { transport: Some("vxlan"), xdp: true }, &DEPENDING_ON_TRANSPORT),
     (TestMode { transport: Some("device"), xdp: false }, &["exits::", "host_rules::", "protocols::", "restart::"]),
     (TestMode { transport: None, xdp: true }, &["exits::", "protocols::"]),
 ];
 /// The modules of end-to-end tests that depend on the transport.
-const DEPENDING_ON_TRANSPORT: [&str; 9] = [
+const DEPENDING_ON_TRANSPORT: [&str; 10] = [
     "exits::",
     "failover::",
     "host_rules::",
@@ -34,6 +38,7 @@ const DEPENDING_ON_TRANSPORT: [&str; 9] = [
     "ports::",
     "protocols::",
     "restart::",
+    "sizes::",
     "slots::",
     "trace::",
 ];
