@@ -94,3 +94,38 @@ fn count_ports(
     let ports = Ports::count(all, growth);
     failed.map_or(Ok(ports), Err)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use egress_common::{port_block, verdict::Counter};
+    use egress_node::datapath::testing::{
+        frames::{TCP, ip, ports, seal, tcp},
+        rig::*,
+    };
+
+    const SYN: u8 = 2;
+    const ACK: u8 = 16;
+
+    /// Blocks that no flow uses are given back, and another node takes their ports.
+    #[test]
+    fn a_severed_flow_holds_its_port_block() {
+        let Some(mut rig) = Rig::new("severed-ports", &scene()) else { return };
+        let mut without = scene();
+        without.policies.values_mut().for_each(|policy| policy.slots.clear());
+        for [pod, server, egress] in [[POD4, SERVER4, EGRESS4], [POD6, SERVER6, EGRESS6]].map(|all| all.map(addr)) {
+            rig.write(&scene());
+            let segment = |flags: u8| seal(ip(pod, server, TCP, &[], &tcp(40_000, 443, flags, &[])));
+            let (verdict, sent) = rig.run("pod_egress", &segment(SYN));
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            rig.write(&without);
+            rig.dropped("pod_egress", &segment(ACK), Counter::DropSevered);
+            let known = rig.writer.present().egress_ips.iter();
+            let known: BTreeMap<u32, (u32, IpAddr)> =
+                known.map(|(index, e)| (*index, (e.generation, net::from_any(e.addr)))).collect();
+            let counted = count_ports(rig.writer.maps(), &known, &Growth::default(), &mut BTreeMap::new()).unwrap();
+            let block = port_block::of_port(ports(&sent).0).unwrap();
+            assert_eq!(counted.flows(egress, block), 1, "{egress}");
+        }
+    }
+}

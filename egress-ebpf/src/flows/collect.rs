@@ -27,7 +27,7 @@ use core::ffi::c_void;
 use egress_common::{
     V4, V6,
     config::DatapathConfig,
-    flow::{Flow, FlowKey, Ticket, kind},
+    flow::{Flow, FlowKey, Ticket, kind, pending},
     limits::{COLLECT_ALONG, COLLECT_BATCH, COLLECT_INTERVAL_NS, COLLECT_ROUND_SHIFT, ENDED_TICKS, PENDING_TICKS},
     tcp,
     verdict::Counter,
@@ -101,7 +101,7 @@ extern "C" fn look<F: Family>(_i: u32, _ctx: *mut c_void) -> i64 {
         return 0;
     }
     if ticket.checked != round && is_due(config, &ticket.key, flow, now) {
-        let refused = flow.pending != 0;
+        let refused = flow.pending == pending::NEW;
         forget::<F>(&ticket.key, flow);
         stats::count(if refused { Counter::FlowsRefused } else { Counter::FlowsExpired });
         return 0;

@@ -17,7 +17,7 @@ use aya_ebpf::{bindings::BPF_NOEXIST, helpers::bpf_loop};
 use core::ffi::c_void;
 use egress_common::{
     endpoint::{AssignmentKey, policy_flags},
-    flow::{FlowKey, Reverse, is_pair},
+    flow::{FlowKey, Reverse, is_pair, pending},
     hash,
     limits::{MAGLEV_CHUNK, PORT_PROBES, SHARE_LIMIT, SHARE_PROBES, SLOT_PROBES, TIGHT_PROBES},
     port_block, tcp,
@@ -206,7 +206,7 @@ fn holder<F: Family>(s: &mut Search<F>, r: &Reverse<F>) -> Holder {
     let over = match unsafe { F::flows().get(&s.holder) } {
         Some(f) if is_pair(&s.holder, f, key, r) => {
             // A flow that the host's firewall did not let pass is unknown outside.
-            let refused = f.pending != 0 && now_tick().wrapping_sub(f.last_seen) as i32 > ORPHANED as i32;
+            let refused = f.pending == pending::NEW && now_tick().wrapping_sub(f.last_seen) as i32 > ORPHANED as i32;
             Some(refused || key.proto == proto::TCP && tcp::closed(f.state, f.back))
         }
         _ => None,

@@ -29,14 +29,14 @@ const RST: u8 = 4;
 const ACK: u8 = 16;
 /// The next-header value of the IPv6 fragment header.
 const FRAGMENT: u8 = 44;
-const POD: [&str; 2] = [POD4, POD6];
+pub(super) const POD: [&str; 2] = [POD4, POD6];
 /// Flows that one pod may have in these tests.
 const SHARE: u32 = 200;
 /// Longer than the collector takes for anything.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Returns one of many servers outside.
-fn server(n: u32, like: IpAddr) -> IpAddr {
+pub(super) fn server(n: u32, like: IpAddr) -> IpAddr {
     match like {
         IpAddr::V4(_) => Ipv4Addr::from(0xcb00_7100 + n).into(),
         IpAddr::V6(_) => Ipv6Addr::from((0x2001_0db8_u128 << 96) | 0xf << 80 | u128::from(n)).into(),
@@ -44,7 +44,7 @@ fn server(n: u32, like: IpAddr) -> IpAddr {
 }
 
 /// Returns a scene with limits: the quota, and idle timeouts too long to expire during the test.
-fn limited() -> NodeView {
+pub(super) fn limited() -> NodeView {
     let mut view = scene();
     let config = view.config.as_mut().unwrap();
     config.pod_flows = SHARE;
@@ -126,7 +126,7 @@ impl Connection {
 }
 
 /// Makes both halves of every flow older by `ticks`.
-fn age(rig: &Rig, ticks: u32) {
+pub(super) fn age(rig: &Rig, ticks: u32) {
     fn older<A: Pod + Ord>(maps: &mut FamilyMaps<A>, ticks: u32)
     where
         FlowKey<A>: Pod + Ord,

@@ -1,12 +1,16 @@
 //! Packets that a pod's interface lets through at all, and packets about an unconfirmed flow that are accepted.
 
 use super::{
-    frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, read, seal, tcp, udp},
+    frames::{ICMP, ICMPV6, TCP, UDP, icmp, ip, ports, read, seal, tcp, udp},
     reused::Reused,
     rig::*,
 };
-use crate::datapath::maps::Maps;
-use egress_common::{abi::TUNNEL_PORT, config::flags, verdict::Counter};
+use crate::datapath::{
+    load::{EVENTS, Sizes},
+    maps::{Maps, typed},
+};
+use aya::maps::{MapData, RingBuf};
+use egress_common::{abi::TUNNEL_PORT, config::flags, event::what, limits::FLOW_EVENTS_UNUSED, verdict::Counter};
 use std::net::IpAddr;
 
 const SYN: u8 = 2;
@@ -171,6 +175,43 @@ fn nothing_passes_in_either_direction_for_an_unconfirmed_flow() {
         // An error goes only to the sender that it is about.
         let elsewhere = if pod.is_ipv4() { addr("203.0.113.77") } else { addr("2001:db8:f::77") };
         rig.dropped("pod_egress", &error(elsewhere), Counter::DropMalformed);
+    }
+}
+
+#[test]
+fn connection_that_waits_for_the_firewall_again_is_not_reported_as_refused() {
+    let mut view = scene();
+    view.config.as_mut().unwrap().flags = flags::RESPECT_FIREWALL;
+    let mut without = view.clone();
+    without.policies.values_mut().flat_map(|policy| &mut policy.slots).for_each(|slot| slot.usable = false);
+    let sizes = Sizes { flow_events: FLOW_EVENTS_UNUSED as u32, ..SIZES };
+    let Some(mut rig) = Rig::of_size("gate-again", &view, sizes) else { return };
+    let mut events: RingBuf<MapData> = typed(rig.pins(), EVENTS).unwrap();
+    for (pod, server) in [(POD4, SERVER4), (POD6, SERVER6)].map(|(a, b)| (addr(a), addr(b))) {
+        rig.write(&view);
+        let segment = |port: u16, flags: u8| seal(ip(pod, server, TCP, &[], &tcp(port, 443, flags, &[])));
+        assert_eq!(rig.run("pod_egress", &segment(40_000, SYN)).0, NEXT, "the firewall decides");
+        let forwarded = [(INGRESS_IFINDEX, 1)];
+        let (verdict, sent) = rig.run_with("exit_egress", &segment(40_000, SYN), &forwarded).unwrap();
+        assert_eq!(verdict, REDIRECT);
+        let answer = tcp(443, ports(&sent).0, SYN | ACK, &[]);
+        let answer = seal(ip(server, read(&sent).unwrap().src, TCP, &[], &answer));
+        assert_eq!(rig.run("uplink_ingress", &answer).0, REDIRECT, "{:?}", rig.writer.maps().counters());
+        assert_eq!(rig.run("pod_egress", &segment(40_000, ACK)).0, REDIRECT, "it is confirmed");
+        assert_eq!(rig.run("pod_egress", &segment(40_000, SYN)).0, NEXT, "the firewall decides again");
+        rig.dropped("uplink_ingress", &answer, Counter::DropNotConfirmed);
+        // The firewall has never let a packet of this one pass, however often the pod opens it.
+        for flags in [SYN, ACK, SYN] {
+            assert_eq!(rig.run("pod_egress", &segment(40_001, flags)).0, NEXT);
+        }
+        // Both are removed, because their slot is unusable and no host has answered their last SYN.
+        rig.write(&without);
+        for port in [40_000, 40_001] {
+            rig.dropped("pod_egress", &segment(port, SYN), Counter::DropNoGateway);
+        }
+        // The address family is the last byte of an event.
+        let told = std::iter::from_fn(|| events.next().map(|event| event[event.len() - 2]));
+        assert_eq!(told.collect::<Vec<_>>(), [what::BEGAN, what::BEGAN, what::ENDED, what::REFUSED], "{pod}");
     }
 }
 

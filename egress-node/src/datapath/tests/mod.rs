@@ -21,6 +21,7 @@ mod native_model;
 mod native_vlan;
 mod packets;
 mod pieces;
+mod questions;
 mod races;
 mod reuse;
 mod talk;

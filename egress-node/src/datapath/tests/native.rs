@@ -329,6 +329,32 @@ fn packets_outside_the_common_case_reach_tc_unchanged_and_counted() {
     });
 }
 
+/// The gateway sends itself nothing through the tunnel: what has its own address in the outer header is forged, or a socket's.
+#[test]
+fn tunnelled_packet_with_the_gateways_own_outer_source_is_left_to_tc_which_drops_it() {
+    let Some(mut rig) = Reused::new("native-own-source", &NodeView::default()) else { return };
+    in_netns("native-own-source", || async move {
+        let (uplink, underlay) = interfaces().await;
+        for ends @ [ours, theirs] in UNDERLAYS {
+            rig.write(&gateway(ends, uplink, underlay, transport::DIRECT));
+            allow(&rig, &[uplink, underlay]);
+            for (server, egress) in families() {
+                let tunnelled = |from: &str, block: u16| {
+                    let question = udp(port_block::first_port(block), 53, b"question");
+                    wrapped(from, ours, VNI_FORWARD, &seal(ip(egress, server, UDP, &[], &question)))
+                };
+                rig.sent(BOTH_WAYS, &tunnelled(theirs, OTHER_BLOCK));
+                let own = tunnelled(ours, OWN_BLOCKS[0]);
+                rig.left("from the gateway's own address", &own, Some(Counter::XdpRefused));
+                // Before Linux 6.3, the program at TC leaves packets of the other family to the tunnel's device.
+                if egress.is_ipv4() == addr(ours).is_ipv4() {
+                    rig.dropped("underlay_ingress", &own, Counter::DropStranger);
+                }
+            }
+        }
+    });
+}
+
 /// Flips each bit of the headers of each usual frame: TC would forward every frame that is forwarded then as well, with the same bytes.
 #[test]
 fn the_driver_program_forwards_only_what_the_tc_program_would_forward() {

@@ -6,14 +6,17 @@ use super::{
     },
     reused::Reused,
     rig::*,
+    scenes,
 };
 use crate::datapath::load;
 use egress_common::{
     abi::{INNER_DST_MAC, INNER_SRC_MAC, TICK_SHIFT},
-    limits::{HELD_FRAME, HELD_PER_DATAGRAM, HELD_TICKS},
+    endpoint::policy_flags,
+    limits::{HELD_FRAME, HELD_PER_DATAGRAM, HELD_TICKS, TCP_TRANSITORY_SECS},
     port_block,
     verdict::Counter,
 };
+use egress_core::encode::{NodeView, SlotView};
 use std::{
     net::IpAddr,
     time::{Duration, Instant},
@@ -220,6 +223,63 @@ fn dead_in_set_unusable_slot_in_the_table_gets_no_flows() {
     rig.writer.write(tables).unwrap();
     for (frame, _) in openings() {
         rig.dropped("pod_egress", &frame, Counter::DropNoGateway);
+    }
+}
+
+const NEIGHBOR: [&str; 2] = ["10.1.0.7", "fd00:1::7"];
+/// Egress IPs of the policy that are assigned to no pod.
+const UNASSIGNED: [&str; 2] = ["192.0.2.11", "2001:db8::11"];
+
+/// Returns a `PerEndpoint` policy of two slots in each family. Two pods have the first one, with one block of ports.
+fn per_endpoint() -> NodeView {
+    let mut view = scene();
+    // The connections of a test do not expire meanwhile.
+    view.config.as_mut().unwrap().tcp_transitory = TCP_TRANSITORY_SECS as u32;
+    let mut neighbor = view.endpoints[&scenes::endpoint_id(0)].clone();
+    neighbor.ips = NEIGHBOR.map(addr).into();
+    view.endpoints.insert(scenes::endpoint_id(7), neighbor);
+    let other = view.egress_ips[&addr(EGRESS4)].clone();
+    view.egress_ips.values_mut().for_each(|assigned| assigned.blocks = [OWN_BLOCKS[0]].into());
+    view.egress_ips.extend(UNASSIGNED.map(|address| (addr(address), other.clone())));
+    let policy = view.policies.get_mut(&scenes::policy_id(0)).unwrap();
+    policy.flags = policy_flags::PER_ENDPOINT;
+    let slots = [EGRESS4, UNASSIGNED[0], EGRESS6, UNASSIGNED[1]];
+    policy.slots = slots.map(|a| SlotView { address: addr(a), weight: 1, usable: true }).into();
+    policy.assignments = [0, 7].map(|n| (scenes::endpoint_id(n), [EGRESS4, EGRESS6].map(addr).into())).into();
+    view
+}
+
+#[test]
+fn per_endpoint_pod_without_a_free_port_does_not_get_another_slots_address() {
+    let view = per_endpoint();
+    let (mut without_blocks, mut unusable) = (view.clone(), view.clone());
+    for (_, assigned, _) in families() {
+        without_blocks.egress_ips.get_mut(&assigned).unwrap().blocks.clear();
+        let slots = unusable.policies.values_mut().flat_map(|policy| &mut policy.slots);
+        slots.filter(|slot| slot.address == assigned).for_each(|slot| slot.usable = false);
+    }
+    let Some(mut rig) = Reused::new("per-endpoint-ports", &view) else { return };
+    let opens = |pod, server, port: u16| seal(ip(pod, server, TCP, &[], &tcp(port, 443, SYN, &[])));
+    let pods = families().into_iter().zip(NEIGHBOR.map(addr));
+    let pods: Vec<_> =
+        pods.flat_map(|((pod, egress, server), other)| [pod, other].map(|p| (p, egress, server))).collect();
+    // One pod alone does not get all ports.
+    for ((pod, assigned, server), n) in pods.iter().flat_map(|pod| (0..port_block::SIZE / 2).map(move |n| (*pod, n))) {
+        let (verdict, out) = rig.run("pod_egress", &opens(pod, server, 20_000 + n));
+        assert_eq!((verdict, read(&out).unwrap().src), (REDIRECT, assigned), "{:?}", rig.writer.maps().counters());
+    }
+    for (tables, port) in [(view, 30_000), (without_blocks, 30_001)] {
+        rig.write(&tables);
+        for (pod, _, server) in &pods {
+            rig.dropped("pod_egress", &opens(*pod, *server, port), Counter::DropNoPort);
+        }
+    }
+    // The other slot has ports, for pods whose own cannot be used.
+    rig.write(&unusable);
+    for (pod, _, server) in pods {
+        let (verdict, out) = rig.run("pod_egress", &opens(pod, server, 30_002));
+        assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+        assert!(UNASSIGNED.map(addr).contains(&read(&out).unwrap().src));
     }
 }
 

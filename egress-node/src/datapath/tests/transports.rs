@@ -178,6 +178,33 @@ fn direct_changes_nothing_but_the_mac_addresses() {
     }
 }
 
+/// A connection may change to the tunnel, and over IPv6 nothing fragments its segments there.
+#[test]
+fn segments_of_direct_fit_the_tunnel_over_an_ipv6_underlay() {
+    const SIZE: [u8; 4] = [2, 4, 0x23, 0x28];
+    for underlay in UNDERLAYS {
+        let mut view = view(underlay, transport::DIRECT);
+        let config = view.config.as_mut().unwrap();
+        (config.mss_v4, config.mss_v6) = (1390, 1370);
+        let Some(mut rig) = Reused::new("transport-mss", &view) else { return };
+        for (pod, server, egress) in families() {
+            let [direct, tunnel]: [u16; 2] = if pod.is_ipv4() { [1460, 1390] } else { [1440, 1370] };
+            let fits = if addr(underlay[0]).is_ipv4() { direct } else { tunnel };
+            let (verdict, sent) = rig.run("pod_egress", &seal(ip(pod, server, TCP, &[], &tcp(4000, 443, 2, &SIZE))));
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            let answer = seal(ip(server, egress, TCP, &[], &tcp(443, ports(&sent).0, 2 | 16, &SIZE)));
+            let (verdict, delivered) = rig.run("uplink_ingress", &answer);
+            assert_eq!(verdict, REDIRECT, "{:?}", rig.writer.maps().counters());
+            for frame in [sent, delivered] {
+                assert_right(&frame);
+                let at = read(&frame).unwrap().l4 + 22;
+                assert_eq!(frame[at..at + 2], fits.to_be_bytes(), "{pod} over {}", underlay[0]);
+            }
+        }
+        assert_eq!(rig.count(Counter::SentDirect), 2);
+    }
+}
+
 #[test]
 fn direct_reply_reaches_its_pod_whether_or_not_the_node_is_a_carrier() {
     const CARRIED: &str = "192.0.2.77";
