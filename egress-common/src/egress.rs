@@ -92,7 +92,7 @@ map_type! {
 }
 
 map_type! {
-    /// Value of `METERS`, two for each egress IP: out, then in. Only the programs write it.
+    /// Value of `METERS`, two for each egress IP: out, then in. The programs write it; the agent empties it for a new limit or shaper.
     pub struct Meter {
         /// Bytes that entered the shaper.
         pub sent: u64,

@@ -22,7 +22,7 @@ use std::{
     ffi::OsString,
     io::{self, IsTerminal, Write},
     net::{IpAddr, Ipv6Addr, SocketAddr},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
     time::Duration,
 };
@@ -268,7 +268,10 @@ fn understand(words: &[OsString]) -> Result<plugin::Understood> {
         Err(help) => help.exit(),
     };
     let pod = match cli.command {
-        Command::Diff(args) => return Ok(plugin::Understood::Diff { options: args.options(), output: cli.output }),
+        Command::Diff(args) => match cli.node {
+            Some(node) => bail!("write --node {node} before diff"),
+            None => return Ok(plugin::Understood::Diff { options: args.options(), output: cli.output }),
+        },
         Command::Flows(FlowArgs { pod, .. }) => pod,
         Command::Explain(ExplainArgs { pod, .. }) => Some(pod),
         Command::Trace(TraceArgs { pod, .. }) => return Ok(plugin::Understood::Trace { pod }),
@@ -278,17 +281,18 @@ fn understand(words: &[OsString]) -> Result<plugin::Understood> {
 }
 
 fn run(cli: Cli) -> Result<ExitCode> {
-    if let Command::Diff(args) = cli.command {
-        return differences(args, &cli.bpffs, cli.output);
+    let Cli { command, output, bpffs, node } = cli;
+    let access = ctl::NodeAccess { socket: RunFiles::of(&bpffs).socket(), bpffs, node };
+    match command {
+        Command::Diff(args) => differences(args, &access, output),
+        command => look(command, access, output).map(|()| ExitCode::SUCCESS),
     }
-    look(cli)?;
-    Ok(ExitCode::SUCCESS)
 }
 
-fn differences(args: DiffArgs, bpffs: &Path, output: Output) -> Result<ExitCode> {
-    let flows = flows_here(bpffs);
+fn differences(args: DiffArgs, access: &ctl::NodeAccess, output: Output) -> Result<ExitCode> {
+    let flows = flows_here(access)?;
     if flows.is_none() {
-        let bpffs = bpffs.display();
+        let bpffs = access.bpffs.display();
         eprintln!("egressctl: no agent has run with the pins in {bpffs}: no flows were examined");
     }
     let view = diff(&args.options(), flows.as_slice())?;
@@ -296,9 +300,8 @@ fn differences(args: DiffArgs, bpffs: &Path, output: Output) -> Result<ExitCode>
     Ok(if view.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn look(cli: Cli) -> Result<()> {
-    let access = ctl::NodeAccess { socket: RunFiles::of(&cli.bpffs).socket(), bpffs: cli.bpffs, node: cli.node };
-    let command = match cli.command {
+fn look(command: Command, access: ctl::NodeAccess, output: Output) -> Result<()> {
+    let command = match command {
         Command::Policies => ctl::Command::Policies,
         Command::Gateways => ctl::Command::Gateways,
         Command::Ips => ctl::Command::Ips,
@@ -314,13 +317,13 @@ fn look(cli: Cli) -> Result<()> {
         Command::Stats => ctl::Command::Stats,
         Command::State => ctl::Command::State,
         Command::Explain(args) => ctl::Command::Explain(Question::new(&args.pod, args.to, args.from_port)),
-        Command::Top(args) => return top(args, &access, cli.output),
-        Command::Trace(args) => return trace(args, &access, cli.output),
+        Command::Top(args) => return top(args, &access, output),
+        Command::Trace(args) => return trace(args, &access, output),
         Command::Serve { listen } => return serve::serve_node(listen, &access),
         Command::Whois(args) => {
             let WhoisArgs { seen, at, to, log } = args;
             let view = whois::ask(&WhoisOptions { seen, at, to, log, access })?;
-            return Ok(show(&print(&view, cli.output)?)?);
+            return Ok(show(&print(&view, output)?)?);
         }
         Command::Connectivity(Connectivity::Serve { listen }) => {
             let server = Server::bind(listen)?;
@@ -329,7 +332,7 @@ fn look(cli: Cli) -> Result<()> {
         }
         Command::Connectivity(Connectivity::Ask { servers, connections }) => {
             let asked: Vec<Asked> = servers.iter().map(|server| connectivity::ask(*server, connections)).collect();
-            return Ok(show(&print(&asked, cli.output)?)?);
+            return Ok(show(&print(&asked, output)?)?);
         }
         Command::Diff(_) => return Ok(()),
         Command::Completions { shell } => {
@@ -338,7 +341,7 @@ fn look(cli: Cli) -> Result<()> {
             return Ok(show(&String::from_utf8(script)?)?);
         }
     };
-    let answer = ctl::run(&command, &access, cli.output)?;
+    let answer = ctl::run(&command, &access, output)?;
     for remark in answer.remarks {
         eprintln!("egressctl: {remark}");
     }
@@ -407,6 +410,13 @@ mod tests {
         ] {
             assert_eq!(of(line), (pod.to_owned(), output), "{line}");
         }
+    }
+
+    #[test]
+    fn the_plugin_refuses_a_node_that_is_named_after_diff() {
+        let words = "diff -f policy.yaml --node worker1".split(' ').map(OsString::from).collect::<Vec<_>>();
+        let refused = understand(&words).unwrap_err().to_string();
+        assert!(refused.contains("--node worker1 before diff"), "{refused}");
     }
 
     #[test]

@@ -24,7 +24,7 @@ use anyhow::{Context as _, Result, bail};
 use dump::Dump;
 use egress_node::{datapath::Pins, host::firewall};
 use explain::Question;
-use print::print;
+use print::{harmless, print};
 use std::path::PathBuf;
 use std::time::Duration;
 use views::{By, FlowFilter, Sample, ViewSources};
@@ -153,16 +153,18 @@ pub fn top(
     Ok(())
 }
 
-/// Formats an error with its causes. Some messages already contain their cause, so each cause appears only once.
+/// Formats an error with its causes. Some messages already contain their cause, so each cause appears only once. Control characters are
+/// replaced, because the text may come from a node.
 pub fn message(error: &anyhow::Error) -> String {
-    error.chain().fold(String::new(), |said, cause| {
+    let message = error.chain().fold(String::new(), |said, cause| {
         let cause = cause.to_string();
         match said.is_empty() {
             true => cause,
             false if said.contains(&cause) => said,
             false => format!("{said}: {cause}"),
         }
-    })
+    });
+    harmless(&message)
 }
 
 fn remark(command: &Command, error: &AskError) -> Option<String> {
@@ -179,7 +181,11 @@ fn check_node(access: &NodeAccess, found: Option<String>) -> Result<()> {
         (Some(wanted), Some(found)) if *wanted != found => {
             bail!("this is node {found}, not {wanted}: run egressctl on {wanted}, or name its pins with --bpffs")
         }
-        (Some(wanted), None) => bail!("nothing shows that this is node {wanted}: no agent has run with these pins"),
+        (Some(wanted), None) => {
+            bail!(
+                "nothing shows that this is node {wanted}: no agent has run with these pins; run egressctl on {wanted}, or name its pins with --bpffs"
+            )
+        }
         _ => Ok(()),
     }
 }
@@ -216,6 +222,11 @@ mod tests {
     fn a_chain_of_errors_names_each_cause_once() {
         let error = anyhow::anyhow!("no such file").context("a.yaml: no such file").context("it cannot be read");
         assert_eq!(message(&error), "it cannot be read: a.yaml: no such file");
+    }
+
+    #[test]
+    fn an_error_cannot_control_the_terminal() {
+        assert_eq!(message(&anyhow::anyhow!("node w:\n\u{1b}[2J")), "node w:\n\u{fffd}[2J");
     }
 
     #[test]

@@ -37,15 +37,16 @@ pub struct PrintError(String);
 /// Prints a result, with a line feed at the end.
 pub fn print<V: Printable>(view: &V, output: Output) -> Result<String, PrintError> {
     let error = |e: &dyn std::fmt::Display| PrintError(e.to_string());
-    Ok(match output {
-        Output::Table => harmless(&view.text()),
+    let text = match output {
+        Output::Table => view.text(),
         Output::Json => serde_json::to_string_pretty(view).map_err(|e| error(&e))? + "\n",
         Output::Yaml => {
             // Converted through JSON, so that both formats have the same shape.
             let value = serde_json::to_value(view).map_err(|e| error(&e))?;
             serde_saphyr::to_string(&value).map_err(|e| error(&e))?
         }
-    })
+    };
+    Ok(harmless(&text))
 }
 
 /// Replaces control characters, which a terminal would obey: anyone who may write an object can choose names.
@@ -182,6 +183,16 @@ mod tests {
         assert!(text.lines().all(|line| line.len() <= 100 && !line.ends_with(' ')), "{text}");
         assert!(text.lines().count() > 3, "{text}");
         assert_eq!(table::<Line>(&[]), "no lines\n");
+    }
+
+    #[test]
+    fn no_format_has_control_characters() {
+        let items = vec![Line("a\u{1b}[2J\u{7f}\u{9b}2J".into(), 1)];
+        let list = List { node: None, agent_answered: true, items };
+        for output in [Output::Table, Output::Json, Output::Yaml] {
+            let shown = print(&list, output).unwrap();
+            assert!(!shown.contains(|c: char| c.is_control() && c != '\n'), "{shown:?}");
+        }
     }
 
     #[test]

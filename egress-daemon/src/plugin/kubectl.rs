@@ -5,7 +5,7 @@ use std::{
     ffi::OsStr,
     io::{self, Write as _},
     path::PathBuf,
-    process::{Child, Command, ExitStatus, Output, Stdio},
+    process::{Child, Command, Output, Stdio},
     string::FromUtf8Error,
 };
 use thiserror::Error;
@@ -48,16 +48,11 @@ impl Kubectl {
         result(command.arg(TIMEOUT).args(["--namespace", &self.namespace]).args(arguments).output()?, arguments)
     }
 
-    /// Starts `kubectl` with this command line. Its output can be read while it runs.
-    pub fn stream<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<Child, KubectlError> {
+    /// Starts `kubectl` with this command line. Its output can be read while it runs; its errors go to `errors`.
+    pub fn stream<S: AsRef<OsStr>>(&self, arguments: &[S], errors: Stdio) -> Result<Child, KubectlError> {
         let mut command = self.command();
         command.args(["--namespace", &self.namespace]).args(arguments);
-        Ok(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?)
-    }
-
-    /// Runs `kubectl` in the foreground: its output goes to this process's terminal, and Ctrl-C stops both.
-    pub fn attached<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Result<ExitStatus, KubectlError> {
-        Ok(self.command().args(["--namespace", &self.namespace]).args(arguments).stdin(Stdio::null()).status()?)
+        Ok(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors).spawn()?)
     }
 
     /// Applies an object. A namespaced object must name its namespace.

@@ -4,6 +4,7 @@
 //! `get` Spillway's objects and pods, and to `create` `pods/exec` in Spillway's namespace.
 
 mod connectivity;
+mod follow;
 mod kubectl;
 mod serve;
 mod status;
@@ -194,7 +195,7 @@ pub fn run(understand: impl Fn(&[OsString]) -> Result<Understood>) -> Result<Exi
         }
         Command::OnNodes(words) => match understand(&words).map_err(|error| misunderstood(error, &words))? {
             Understood::OnNodes { pod, output } => on_nodes(&kubectl, node, pod, output, &words),
-            Understood::Trace { pod } => follow(&kubectl, node, &pod, &words),
+            Understood::Trace { pod } => follow::follow(&kubectl, node, &pod, &words),
             Understood::Diff { options, output } => {
                 return differences(&kubectl, node, options, output)
                     .map_err(|error| Failure { error, code: ExitCode::from(UNKNOWN) });
@@ -303,15 +304,6 @@ fn on_nodes(
 
 fn node_of(kubectl: &Kubectl, pod: &str) -> Result<String> {
     kubectl.node_of(pod)?.with_context(|| format!("pod {pod} is missing or has no node: name the node with --node"))
-}
-
-/// Shows the output of `egressctl` on the pod's node, live.
-fn follow(kubectl: &Kubectl, node: Option<String>, pod: &str, words: &[OsString]) -> Result<ExitCode> {
-    let node = node.map_or_else(|| node_of(kubectl, pod), Ok)?;
-    let agent = agents(kubectl, Some(node))?.into_iter().next().context("no agent")?;
-    let exec = ["exec", &agent.name, "-c", "agent", "--", EGRESSCTL].map(OsString::from);
-    let status = kubectl.attached(&[&exec, words].concat())?;
-    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Returns the agents' pods of one node or of all nodes. Fails if there are none.

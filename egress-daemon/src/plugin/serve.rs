@@ -8,6 +8,7 @@ use std::{
     ffi::OsString,
     io::{BufRead as _, BufReader},
     net::SocketAddr,
+    process::Stdio,
     sync::{Arc, Mutex, PoisonError},
     thread,
     time::Duration,
@@ -58,7 +59,7 @@ fn listen_to(kubectl: &Kubectl, pod: &Pod, feed: &Feed) {
     let (limit, interval) = (PATHS.to_string(), INTERVAL.as_secs().to_string());
     let exec = ["exec", &pod.name, "-c", "agent", "--", EGRESSCTL];
     let top = ["top", "--by", "path", "--limit", &limit, "--interval", &interval, "-n", TIMES, "-o", "json"];
-    let Ok(mut child) = kubectl.stream(&[&exec[..], &top].concat()) else { return };
+    let Ok(mut child) = kubectl.stream(&[&exec[..], &top].concat(), Stdio::null()) else { return };
     if let Some(out) = child.stdout.take() {
         for line in BufReader::new(out).lines().map_while(Result::ok) {
             feed.take(&pod.node, &line);

@@ -11,7 +11,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::DatapathConfig,
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, NodeEntry, Uplink},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NodeEntry, Uplink},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{Flow, FlowKey, Inbound, Reverse},
     traffic::{AccountKey, Traffic},
@@ -220,6 +220,8 @@ pub struct Maps {
     pub egress_ips: Slots<EgressIp>,
     /// This node's blocks by egress IP.
     pub blocks: Slots<BlockList>,
+    /// Bytes in and out of the shaper, two for each egress IP.
+    pub meters: Slots<Meter>,
     /// The carriers that flows go to, by egress IP.
     pub carriers: Slots<CarrierTable>,
     /// Every node's blocks by egress IP.
@@ -271,6 +273,7 @@ impl Maps {
             maglev: Slots::open(pins, "MAGLEV")?,
             egress_ips: Slots::open(pins, "EGRESS_IPS")?,
             blocks: Slots::open(pins, "BLOCKS")?,
+            meters: Slots::open(pins, "METERS")?,
             carriers: Slots::open(pins, "CARRIERS")?,
             leases: Slots::open(pins, "LEASES")?,
             known_leases: Slots::open(pins, "KNOWN_LEASES")?,

@@ -8,7 +8,7 @@ use egress_common::{
     V4, V6,
     abi::{Name, NameKey},
     config::{self, DatapathConfig},
-    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, NodeEntry, Uplink, deadline},
+    egress::{BlockList, CarrierTable, EgressIp, LeaseTable, MacKey, Meter, NodeEntry, Uplink, deadline},
     endpoint::{AssignmentKey, Endpoint, MaglevChunk, Member, MemberKey, Policy, PolicyKey, RouteKey},
     flow::{FlowKey, Reverse},
     limits::MAGLEV_CHUNK,
@@ -325,6 +325,7 @@ impl MapWriter {
         let used: BTreeSet<u32> = self.present.accounts.values().copied().collect();
         let fresh: BTreeSet<u32> = wanted.accounts.values().copied().filter(|number| !used.contains(number)).collect();
         fresh.iter().try_for_each(|number| self.maps.clear_traffic(*number))?;
+        self.empty_meters(&wanted)?;
         let mut change = MapUpdate { sink: &mut self.maps, present: &self.present, wanted: &wanted };
         match change.carry_out(&mut self.generation, &mut self.recheck) {
             Ok(config) => {
@@ -337,4 +338,24 @@ impl MapWriter {
             }
         }
     }
+
+    /// Empties the meters of limits that are new or have another shaper: bytes that were lost with an earlier shaper do not wait.
+    fn empty_meters(&mut self, wanted: &Tables) -> Result<(), MapsError> {
+        let present = &self.present;
+        let shaper = |config: DatapathConfig| config.shaper_ifindex;
+        let is_kept = wanted.config.is_none() || present.config.map(shaper) == wanted.config.map(shaper);
+        let was_limited = |index: &u32| present.egress_ips.get(index).is_some_and(|egress| egress.queue != 0);
+        for (index, egress) in &wanted.egress_ips {
+            if egress.queue != 0 && !(is_kept && was_limited(index)) {
+                for meter in [2 * index, 2 * index + 1] {
+                    self.maps.meters.set(&meter, &Meter { sent: 0, passed: 0, last: 0 })?;
+                }
+            }
+        }
+        Ok(())
+    }
 }
+
+#[cfg(test)]
+#[path = "write_tests.rs"]
+mod tests;

@@ -82,9 +82,9 @@ pub async fn inventory(handle: &Handle, sysctls: &Sysctls) -> Result<Vec<Artifac
     Ok(devices.chain(rules).chain(shaper).chain(settings).collect())
 }
 
-/// Removes everything that was made here. Returns what existed before, and the settings that could not be restored.
+/// Removes everything that was made here. Returns what is gone, and the settings that could not be restored.
 pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artifact>, Vec<Warning>), CleanupError> {
-    let found = inventory(handle, sysctls).await?;
+    let mut found = inventory(handle, sysctls).await?;
     firewall::remove(handle).await?;
     advertise::remove(handle).await?;
     for artifact in &found {
@@ -95,6 +95,8 @@ pub async fn remove(handle: &Handle, sysctls: &mut Sysctls) -> Result<(Vec<Artif
         }
     }
     let warnings = sysctls.restore()?;
+    let left = sysctls.changed();
+    found.retain(|artifact| !matches!(artifact, Artifact::Sysctl { key, .. } if left.contains_key(key)));
     Ok((found, warnings))
 }
 
@@ -133,6 +135,22 @@ mod tests {
             assert_eq!(read("net/ipv6/conf/foreign/accept_ra").unwrap().as_deref(), Some("1"));
             assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
             net.index("foreign").await;
+        });
+    }
+
+    #[test]
+    fn a_setting_that_cannot_be_restored_is_not_reported_as_removed() {
+        in_netns("a_setting_that_cannot_be_restored_is_not_reported_as_removed", async || {
+            let net = Net::here();
+            let directory = tempfile::tempdir().unwrap();
+            let journal = directory.path().join("sysctl.json");
+            // No process can set this key.
+            std::fs::write(&journal, r#"{"kernel/ostype": {"previous": "other", "set": "Linux"}}"#).unwrap();
+            let mut sysctls = Sysctls::open(journal).unwrap();
+            let (removed, warnings) = remove(&net.handle, &mut sysctls).await.unwrap();
+            assert_eq!(removed, []);
+            assert!(matches!(&warnings[..], [one] if one.object == "kernel/ostype"), "{warnings:?}");
+            assert!(warnings[0].remedy.contains("sysctl -w kernel/ostype=other"), "{}", warnings[0]);
         });
     }
 }

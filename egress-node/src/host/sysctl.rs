@@ -159,16 +159,22 @@ impl Sysctls {
         Ok(warnings)
     }
 
-    /// Restores the recorded values, except those that somebody has changed since, and clears the record.
+    /// Restores the recorded values, except those that somebody has changed since. Only settings that could not be restored stay in the
+    /// record.
     pub fn restore(&mut self) -> Result<Vec<Warning>, SysctlError> {
         let mut warnings = Vec::new();
         for (key, Changed { previous, set }) in std::mem::take(&mut self.changed) {
-            let setting = Setting { key, value: previous, only_from: Some(set.clone()) };
-            if differing(&self.root, &setting, &mut Vec::new()).is_some()
-                && let Err(error) = fs::write(self.root.join(&setting.key), &setting.value)
-            {
-                warnings.push(refused(&setting, &error));
-                self.changed.insert(setting.key, Changed { previous: setting.value, set });
+            let setting = Setting::new(key, &previous);
+            let failed = match read_below(&self.root, &setting.key) {
+                Ok(present) if present.as_ref() != Some(&set) => None,
+                Ok(_) => {
+                    fs::write(self.root.join(&setting.key), &previous).err().map(|error| refused(&setting, &error))
+                }
+                Err(error) => Some(refused(&setting, &error)),
+            };
+            if let Some(warning) = failed {
+                warnings.push(warning);
+                self.changed.insert(setting.key, Changed { previous, set });
             }
         }
         self.save()?;

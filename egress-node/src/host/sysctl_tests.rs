@@ -83,6 +83,24 @@ fn sysctls_changed_by_others_since_are_left_alone() {
 }
 
 #[test]
+fn a_setting_that_cannot_be_read_stays_in_the_journal() {
+    let node = node();
+    node.open().apply(&forwarding_settings([])).unwrap();
+    let path = node.path("net/ipv4/ip_forward");
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    let mut sysctls = node.open();
+    let warnings = sysctls.restore().unwrap();
+    assert!(matches!(&warnings[..], [one] if one.object == "net/ipv4/ip_forward"), "{warnings:?}");
+    assert!(warnings[0].remedy.contains("sysctl -w net/ipv4/ip_forward=0"), "{}", warnings[0]);
+    assert!(sysctls.changed().contains_key("net/ipv4/ip_forward") && node.journal().exists());
+    // A setting of a device that is gone needs no restoration.
+    fs::remove_dir(&path).unwrap();
+    assert_eq!(node.open().restore().unwrap(), []);
+    assert!(!node.journal().exists());
+}
+
+#[test]
 fn a_kernel_without_ipv6_needs_no_ipv6_settings() {
     let node = Tree::new(&[("net/ipv4/ip_forward", "0")]);
     assert_eq!(node.open().apply(&forwarding_settings(["eth0"])).unwrap(), []);

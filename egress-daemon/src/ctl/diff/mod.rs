@@ -10,6 +10,7 @@ pub use view::{DiffRow, DiffView};
 
 use super::dump::Dump;
 use super::views::{FlowFilter, FlowRow, FlowsView, TRANSLATED, ViewSources, flows, protocol};
+use super::{NodeAccess, check_node};
 use crate::config::{Config, Foreign};
 use crate::controller::objects;
 use crate::store::{Files, Kind, Kubernetes, ObjectRef, Reader, Store, parse};
@@ -27,7 +28,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// How long a cluster may take to return its objects.
@@ -66,10 +67,12 @@ pub fn diff(options: &DiffOptions, flows: &[FlowsView]) -> Result<DiffView> {
     })
 }
 
-/// Returns the flows of this node; `None` if its maps cannot be read, such as when no agent has run with these pins.
-pub fn flows_here(bpffs: &Path) -> Option<FlowsView> {
-    let dump = Dump::read(&Pins::new(bpffs), true).ok()?;
-    Some(flows(ViewSources { dump: &dump, agent: None }, &FlowFilter::default()))
+/// Returns the flows of this node; `None` if its maps cannot be read, such as when no agent has run with these pins. Fails if the node must
+/// have a name that the maps do not show.
+pub fn flows_here(access: &NodeAccess) -> Result<Option<FlowsView>> {
+    let dump = Dump::read(&Pins::new(&access.bpffs), true).ok();
+    check_node(access, dump.as_ref().and_then(Dump::own_name))?;
+    Ok(dump.map(|dump| flows(ViewSources { dump: &dump, agent: None }, &FlowFilter::default())))
 }
 
 fn read(files: &[PathBuf]) -> Result<Vec<(ObjectRef, Value)>> {

@@ -3,6 +3,7 @@
 use super::*;
 use crate::ctl::print::Printable as _;
 use serde_json::json;
+use std::path::Path;
 use std::sync::Arc;
 
 const CLUSTER: &str = "
@@ -136,6 +137,18 @@ fn diff_refuses_invalid_and_unsupported_objects() {
     assert!(refused.contains("destinationCIDRs"), "{refused}");
     let pod = "{apiVersion: v1, kind: Pod, metadata: {name: p}, spec: {containers: []}}";
     assert!(compared(pod, false).unwrap_err().to_string().contains("cannot be compared"));
+}
+
+#[test]
+fn diff_on_a_machine_that_is_not_the_named_node_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let here = |node: Option<&str>| {
+        let (bpffs, socket) = (directory.path().join("none"), directory.path().join("none.sock"));
+        flows_here(&NodeAccess { bpffs, socket, node: node.map(str::to_owned) }).map_err(|error| error.to_string())
+    };
+    assert_eq!(here(None), Ok(None));
+    let refused = here(Some("w1")).unwrap_err();
+    assert!(refused.contains("this is node w1") && refused.contains("run egressctl on w1"), "{refused}");
 }
 
 #[test]
