@@ -10,6 +10,8 @@ use crate::datapath::{
 use aya::programs::{TestRun as _, TestRunOptions};
 use egress_common::{
     abi::{TICK_SHIFT, TUNNEL_PORT},
+    config::DatapathConfig,
+    limits::{ICMP_SECS, TCP_ESTABLISHED_SECS, TCP_TRANSITORY_SECS, UDP_SECS},
     net,
     verdict::Counter,
 };
@@ -126,7 +128,14 @@ pub fn scene() -> NodeView {
         macs: BTreeMap::new(),
         uplinks: BTreeMap::new(),
         known_leases: [(scenes::node(0), KNOWN), (scenes::node(1), KNOWN + 1), (scenes::node(2), KNOWN)].into(),
-        config: Some(scenes::settings()),
+        // A test's flows do not expire meanwhile, even in an emulated guest that gets little processor time.
+        config: Some(DatapathConfig {
+            tcp_established: TCP_ESTABLISHED_SECS as u32,
+            tcp_transitory: TCP_TRANSITORY_SECS as u32,
+            udp: UDP_SECS as u32,
+            icmp: ICMP_SECS as u32,
+            ..scenes::settings()
+        }),
     }
 }
 

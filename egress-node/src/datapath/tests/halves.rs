@@ -18,10 +18,8 @@ use egress_common::{
     endpoint::RouteKey,
     flow::{Flow, FlowKey, Reverse},
     hash::Words,
-    limits,
     verdict::Counter,
 };
-use egress_core::encode::NodeView;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr},
@@ -109,21 +107,12 @@ fn flow_timestamps_use_the_clock_that_the_tools_read() {
     assert_eq!(flow.last_seen, flow.created);
 }
 
-/// Returns a scene whose flows do not expire during the test, even in an emulated guest.
-fn lasting() -> NodeView {
-    let mut view = scene();
-    let config = view.config.as_mut().unwrap();
-    config.udp = limits::UDP_SECS as u32;
-    config.tcp_transitory = limits::TCP_TRANSITORY_SECS as u32;
-    view
-}
-
 /// The number of flows that two CPUs create concurrently.
 const RACES: u16 = 3_000;
 
 #[test]
 fn create_race_two_cpus_that_make_the_same_flow_agree_on_it() {
-    let Some(mut rig) = Rig::new("create-race", &lasting()) else { return };
+    let Some(mut rig) = Rig::new("create-race", &scene()) else { return };
     let mut others = Programs::load_lazily(rig.pins(), SIZES).unwrap();
     let frames: Vec<Vec<u8>> = (0..RACES)
         .map(|n| seal(ip(addr(POD4), server(u32::from(n) / 64), UDP, &[], &udp(20_000 + n, 443, b"data"))))
@@ -166,7 +155,7 @@ fn server(n: u32) -> IpAddr {
 
 #[test]
 fn lru_early_and_map_full_table_keeps_its_flows_and_refuses_new_ones() {
-    let Some(mut rig) = Rig::new("full", &lasting()) else { return };
+    let Some(mut rig) = Rig::new("full", &scene()) else { return };
     // As many flows as the tables hold (see [`SIZES`]).
     let all = 4096;
     // Connections: an unanswered query would make room after some seconds, and an emulated guest takes longer.

@@ -24,9 +24,6 @@ fn with_neighbor() -> NodeView {
     let mut pod = view.endpoints[&scenes::endpoint_id(0)].clone();
     pod.ips = NEIGHBOR.map(addr).into();
     view.endpoints.insert(scenes::endpoint_id(7), pod);
-    // Nothing reaches its idle timeout during the test.
-    let config = view.config.as_mut().unwrap();
-    (config.tcp_established, config.tcp_transitory, config.udp) = (7_000, 230, 280);
     view
 }
 
@@ -116,7 +113,7 @@ fn inbound_record_ends_on_idle_reset_or_a_connection_of_the_pod() {
         rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
         // Opened, but never answered: the short idle timeout applies.
         assert_eq!(rig.run("pod_ingress", &asks(SYN)).0, NEXT);
-        age(&rig, 15);
+        age(&rig, 250);
         rig.dropped("pod_egress", &says(ACK), Counter::DropUnknownFlow);
         open(&mut rig);
         assert_eq!(rig.run("pod_egress", &says(SYN)).0, REDIRECT, "the pod's own connection");

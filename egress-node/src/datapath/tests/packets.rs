@@ -12,7 +12,7 @@ use crate::datapath::load;
 use egress_common::{
     abi::{INNER_DST_MAC, INNER_SRC_MAC, TICK_SHIFT},
     endpoint::policy_flags,
-    limits::{HELD_FRAME, HELD_PER_DATAGRAM, HELD_TICKS, TCP_TRANSITORY_SECS},
+    limits::{HELD_FRAME, HELD_PER_DATAGRAM, HELD_TICKS},
     port_block,
     verdict::Counter,
 };
@@ -233,8 +233,6 @@ const UNASSIGNED: [&str; 2] = ["192.0.2.11", "2001:db8::11"];
 /// Returns a `PerEndpoint` policy of two slots in each family. Two pods have the first one, with one block of ports.
 fn per_endpoint() -> NodeView {
     let mut view = scene();
-    // The connections of a test do not expire meanwhile.
-    view.config.as_mut().unwrap().tcp_transitory = TCP_TRANSITORY_SECS as u32;
     let mut neighbor = view.endpoints[&scenes::endpoint_id(0)].clone();
     neighbor.ips = NEIGHBOR.map(addr).into();
     view.endpoints.insert(scenes::endpoint_id(7), neighbor);
