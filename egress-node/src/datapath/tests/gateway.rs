@@ -320,10 +320,10 @@ fn masq_ports_replies_to_masqueraded_leased_ports_also_reach_the_stack() {
         copies(3).await;
 
         // Nothing has left for longer than the idle timeout.
-        set(&mut rig, true, 0);
+        set(&mut rig, true, 1);
         let tick = now_tick();
-        soon("two ticks later", async {
-            while now_tick() < tick + 2 {
+        soon("three ticks later", async {
+            while now_tick() < tick + 3 {
                 tokio::task::yield_now().await;
             }
         })
