@@ -1,8 +1,8 @@
 //! The plan of a run, as data: jobs that run sequentially.
 //!
-//! Unit tests use every processor, one binary at a time. The labs' tests mostly wait, so several of a binary run concurrently, after those that make load or
-//! depend on real time, which take exclusive use of the machine (`lab::machine`). Jobs that use Kubernetes or its programs run concurrently
-//! with the labs' jobs. Other binaries do not run concurrently.
+//! Unit tests use every processor, one binary at a time. The labs' tests mostly wait, so several of a binary run concurrently, after those
+//! that make load or depend on real time, which take exclusive use of the machine (`lab::machine`). Jobs that use Kubernetes or its programs
+//! run concurrently with the labs' jobs. Other binaries do not run concurrently.
 
 use super::Args;
 use super::binaries::{Binary, Kind};

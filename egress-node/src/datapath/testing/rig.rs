@@ -32,6 +32,8 @@ pub const EGRESS4: &str = "192.0.2.10";
 pub const EGRESS6: &str = "2001:db8::10";
 pub const SERVER4: &str = "203.0.113.5";
 pub const SERVER6: &str = "2001:db8:f::5";
+/// The addresses of another selected pod, in [`with_neighbor`].
+pub const NEIGHBOR: [&str; 2] = ["10.1.0.7", "fd00:1::7"];
 /// Pod networks of another node.
 pub const REMOTE_PODS4: &str = "10.2.0.0/24";
 pub const REMOTE_PODS6: &str = "fd00:2::/64";
@@ -137,6 +139,15 @@ pub fn scene() -> NodeView {
             ..scenes::settings()
         }),
     }
+}
+
+/// Returns [`scene`] with another selected pod, the endpoint 7.
+pub fn with_neighbor() -> NodeView {
+    let mut view = scene();
+    let mut pod = view.endpoints[&scenes::endpoint_id(0)].clone();
+    pod.ips = NEIGHBOR.map(addr).into();
+    view.endpoints.insert(scenes::endpoint_id(7), pod);
+    view
 }
 
 /// Returns [`scene`] on an underlay between this node and `n1`, through the interface `ifindex` with the MAC address `mac`. Packets to `n1`

@@ -16,16 +16,6 @@ const RST: u8 = 4;
 const ACK: u8 = 16;
 const POD: [&str; 2] = [POD4, POD6];
 const SERVER: [&str; 2] = [SERVER4, SERVER6];
-/// Another selected pod.
-const NEIGHBOR: [&str; 2] = ["10.1.0.7", "fd00:1::7"];
-
-fn with_neighbor() -> NodeView {
-    let mut view = scene();
-    let mut pod = view.endpoints[&scenes::endpoint_id(0)].clone();
-    pod.ips = NEIGHBOR.map(addr).into();
-    view.endpoints.insert(scenes::endpoint_id(7), pod);
-    view
-}
 
 /// Returns the scene without a gateway, so that everything leaves with the node's address.
 fn without_gateway() -> NodeView {

@@ -226,16 +226,12 @@ fn dead_in_set_unusable_slot_in_the_table_gets_no_flows() {
     }
 }
 
-const NEIGHBOR: [&str; 2] = ["10.1.0.7", "fd00:1::7"];
 /// Egress IPs of the policy that are assigned to no pod.
 const UNASSIGNED: [&str; 2] = ["192.0.2.11", "2001:db8::11"];
 
 /// Returns a `PerEndpoint` policy of two slots in each family. Two pods have the first one, with one block of ports.
 fn per_endpoint() -> NodeView {
-    let mut view = scene();
-    let mut neighbor = view.endpoints[&scenes::endpoint_id(0)].clone();
-    neighbor.ips = NEIGHBOR.map(addr).into();
-    view.endpoints.insert(scenes::endpoint_id(7), neighbor);
+    let mut view = with_neighbor();
     let other = view.egress_ips[&addr(EGRESS4)].clone();
     view.egress_ips.values_mut().for_each(|assigned| assigned.blocks = [OWN_BLOCKS[0]].into());
     view.egress_ips.extend(UNASSIGNED.map(|address| (addr(address), other.clone())));
